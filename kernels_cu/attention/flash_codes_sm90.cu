@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
                                                           true);
     int tail_parity = 0;
     if (warp == 0 && elect_one()) {
-      producer.lead(works, q_map, k_map, tail_parity);
+      producer.lead(works, q_map, k_map, v_map, tail_parity);
     } else if (warp == 1 && elect_one()) {
       tma_prefetch(v_map);
       RingPlace<STAGES> place;

@@ -11,20 +11,6 @@
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 
-template <typename T>
-__device__ __forceinline__ u32 subtract_pairs(u32 a, u32 b);
-template <>
-__device__ __forceinline__ u32 subtract_pairs<fp16>(u32 a, u32 b) {
-  const __half2 y = __hsub2(reinterpret_cast<__half2&>(a), reinterpret_cast<__half2&>(b));
-  return reinterpret_cast<const u32&>(y);
-}
-template <>
-__device__ __forceinline__ u32 subtract_pairs<bf16>(u32 a, u32 b) {
-  const auto y =
-      __hsub2(reinterpret_cast<__nv_bfloat162&>(a), reinterpret_cast<__nv_bfloat162&>(b));
-  return reinterpret_cast<const u32&>(y);
-}
-
 // A pair of T's numbers that are BASE + 8 in bits, where T counts by ones: with the low four bits of
 // a code in the place of that 8's, and its sign turned, they are BASE + 8 + code.
 template <typename T>

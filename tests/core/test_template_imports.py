@@ -19,7 +19,7 @@ MAY_INCLUDE = {
     "ptx": set(),
     "tile": {"ptx"},
     "attention": {"kv", "quantize", "rope"},
-    "attention/sm90": {"attention"},
+    "attention/sm90": {"attention", "kv"},
     "attention/backward": {"attention"},
     "attention/backward_sm90": {"attention", "attention/backward"},
     "attention/decode": {"attention", "kv"},

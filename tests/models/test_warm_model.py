@@ -41,7 +41,7 @@ def test_every_kernel_that_a_decoder_launches_is_planned(name, monkeypatch):
 @pytest.mark.parametrize("arch, fused", [("sm_90a", True), ("sm_80", False)])
 def test_steps_of_five_launches_and_of_one_are_planned_where_a_decoder_has_them(arch, fused):
     step, whole = {"normed_append.gemv", "normed_linear.gemv"}, {"decode_step.whole"}
-    assert (step <= kernels(warm.jobs("gpt2", batches=[2], arch=arch))) is fused
+    assert (step <= kernels(warm.jobs(CONFIGS["gpt2"], prompt=3, batches=[2], arch=arch))) is fused
     for name in ("gpt2", "llama-3.2-1b"):
         assert (whole <= kernels(warm.jobs(name, arch=arch))) is fused
     step |= whole

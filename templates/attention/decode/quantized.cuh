@@ -27,12 +27,9 @@ __device__ __forceinline__ void widen(u32 codes, u32& low, u32& high);
 template <>
 __device__ __forceinline__ void widen<i8>(u32 codes, u32& low, u32& high) {
   const u32 raised = codes ^ 0x80808080u;
-  const __half2 zero = __halves2half2(__ushort_as_half(0x6480), __ushort_as_half(0x6480));  // 1152
-  const u32 pairs[2] = {__byte_perm(raised, 0x64646464u, 0x4140),
-                        __byte_perm(raised, 0x64646464u, 0x4342)};
-  const __half2 x = __hsub2(*reinterpret_cast<const __half2*>(&pairs[0]), zero);
-  const __half2 y = __hsub2(*reinterpret_cast<const __half2*>(&pairs[1]), zero);
-  low = *reinterpret_cast<const u32*>(&x), high = *reinterpret_cast<const u32*>(&y);
+  const u32 zero = 0x64806480;  // 1152
+  low = subtract_pairs<fp16>(__byte_perm(raised, 0x64646464u, 0x4140), zero);
+  high = subtract_pairs<fp16>(__byte_perm(raised, 0x64646464u, 0x4342), zero);
 }
 
 // As T: every code is a number of fp16, and of bf16.

@@ -5,6 +5,7 @@
 #include "ptx/bulk.cuh"
 #include "ptx/e4m3.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/register_fence.cuh"
 #include "ptx/special_registers.cuh"
@@ -102,9 +103,7 @@ __device__ __forceinline__ void issue_code_scores(Sum (&s)[N][4], u64 q, u64 k) 
 template <bool INT8>
 __device__ __forceinline__ u32 fp16_of_code(u32 codes) {
   if (!INT8) return fp16_of_e4m3(codes);
-  u32 x = __byte_perm(codes ^ 0x8080, 0x64646464, 0x4140);
-  asm("sub.f16x2 %0, %0, %1;" : "+r"(x) : "r"(0x64806480));
-  return x;
+  return subtract_pairs<fp16>(__byte_perm(codes ^ 0x8080, 0x64646464, 0x4140), 0x64806480);
 }
 
 // S = Q K^T once more, by mma.sync, for the 16 rows of a warp from `row` of the tile of Q on; codes as

@@ -35,19 +35,6 @@ struct ByteTile {
   }
 };
 
-// Two 16-bit numbers as one word.
-template <typename Pair>
-__device__ __forceinline__ u32 word_of(const Pair& pair) {
-  return reinterpret_cast<const u32&>(pair);
-}
-__device__ __forceinline__ u32 subtract_bf16(u32 a, u32 b) {
-  return word_of(
-      __hsub2(reinterpret_cast<__nv_bfloat162&>(a), reinterpret_cast<__nv_bfloat162&>(b)));
-}
-__device__ __forceinline__ u32 subtract_fp16(u32 a, u32 b) {
-  return word_of(__hsub2(reinterpret_cast<__half2&>(a), reinterpret_cast<__half2&>(b)));
-}
-
 // The numbers of four codes, S as T.
 template <typename T, typename S>
 struct WideCodes;
@@ -57,7 +44,7 @@ struct WideCodes;
 template <>
 struct WideCodes<bf16, i8> {
   static __device__ __forceinline__ u32 pair(u32 raised) {
-    return subtract_bf16(raised & 0xff7fff7fu, raised & 0xff80ff80u);
+    return subtract_pairs<bf16>(raised & 0xff7fff7fu, raised & 0xff80ff80u);
   }
   static __device__ __forceinline__ uint2 of(u32 codes) {
     return {pair(__byte_perm(codes, 0x43434343u, 0x4140)),
@@ -70,8 +57,8 @@ template <>
 struct WideCodes<fp16, i8> {
   static __device__ __forceinline__ uint2 of(u32 codes) {
     const u32 raised = codes ^ 0x80808080u, zero = 0x64806480u;  // 1152
-    return {subtract_fp16(__byte_perm(raised, 0x64646464u, 0x4140), zero),
-            subtract_fp16(__byte_perm(raised, 0x64646464u, 0x4342), zero)};
+    return {subtract_pairs<fp16>(__byte_perm(raised, 0x64646464u, 0x4140), zero),
+            subtract_pairs<fp16>(__byte_perm(raised, 0x64646464u, 0x4342), zero)};
   }
 };
 
@@ -93,8 +80,9 @@ template <>
 struct WideCodes<bf16, e4m3> {
   static __device__ __forceinline__ u32 pair(u32 codes) {  // bits 8..14, 19 and 24..31
     const u32 bits = static_cast<u32>(static_cast<int>(codes) >> 4) & 0x87f087f0u, by = 0x7b807b80u;
-    return word_of(__hmul2(reinterpret_cast<const __nv_bfloat162&>(bits),
-                           reinterpret_cast<const __nv_bfloat162&>(by)));
+    const auto x = __hmul2(reinterpret_cast<const __nv_bfloat162&>(bits),
+                           reinterpret_cast<const __nv_bfloat162&>(by));
+    return reinterpret_cast<const u32&>(x);
   }
   static __device__ __forceinline__ uint2 of(u32 codes) {
     return {pair(permute_bytes<0x1804>(codes, 0)), pair(permute_bytes<0x3a24>(codes, 0))};
