@@ -113,7 +113,7 @@ def test_wrong_numbers_are_status_1(monkeypatch):
 def test_what_differs():
     done = run("gallery", "attention", "--diff", "6")
     assert done.status == 0 and done.out.splitlines()[1].split() == ["optimistic", "False", "True"]
-    assert "+constexpr int K_STAGES = 3;" in done.out
+    assert "+constexpr int K_STAGES = 3, V_STAGES = 2;" in done.out
 
 
 @pytest.mark.parametrize(

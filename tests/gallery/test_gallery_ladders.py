@@ -145,7 +145,7 @@ def test_changes_of_one_template_are_of_what_it_renders_to():
     before, step = ladder.steps[4:6]
     assert ("optimistic", "False", "True") in launch_changes(ladder, step, before)
     diff = source_changes(step, before)
-    assert "-constexpr int K_STAGES = 2;      // tiles of K in shared memory" in diff
+    assert "-constexpr int K_STAGES = 2, V_STAGES = 2;  // tiles of K, V in shared memory" in diff
     assert not [line for line in diff if line.lstrip("+- ").startswith("#line")]
 
 
