@@ -44,7 +44,7 @@ def hopper_target(monkeypatch):
     )
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_compositions(shape):
     *sizes, features = shape
@@ -143,7 +143,7 @@ def test_biases_off_16_byte_boundaries_go_to_the_portable_kernel(row, pointer):
     assert not select_sm90.takes(PROBLEM, views, ScoreFeatures(bias="bf16"), None)
 
 
-@one_in(2)
+@one_in(6)
 @pytest.mark.parametrize(
     ("dim", "form"),
     [

@@ -112,7 +112,7 @@ def hopper_target(monkeypatch):
     fkjit.settings.settings.cache_clear()
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize(
     ("sq", "sk", "heads", "parts", "causal"),
     [(17, 400, 4, 3, True), (70, 300, 2, 2, False), (3, 130, 8, 1, True), (200, 140, 1, 5, True)],

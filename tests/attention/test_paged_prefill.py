@@ -274,7 +274,7 @@ def test_torch_compile_traces_packed_queries():
 STORED = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}
 
 
-@one_in(3, target=TARGETS, storage=("fp8", "int8"), page=(16, 64, 8, 1))
+@one_in(6)
 @pytest.mark.parametrize("storage", STORED)
 @pytest.mark.parametrize(
     "dim, page, dtype, options",

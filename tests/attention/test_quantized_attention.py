@@ -12,6 +12,7 @@ import fkjit
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
 from fkjit.settings import settings
+from tests.core.sampling import one_in
 
 SCHEMES = ("int8", "int8_fp8", "fp8", "fp8_e5m2")
 # Of random numbers: what rounding to codes costs, as the norm of the difference.
@@ -65,6 +66,7 @@ def error(found, wanted):
     return ((found.double() - wanted).norm() / wanted.norm()).item()
 
 
+@one_in(2)
 @pytest.mark.parametrize(("scheme", "target"), [
     ("int8", "compute_80"), ("int8_fp8", "compute_89"), ("fp8", "compute_90a"),
     ("fp8_e5m2", "compute_89"), ("fp8_e5m2", "compute_90a"),
@@ -107,6 +109,7 @@ def test_each_interval_is_right(scheme, promote):
     assert error(found, reference(q, k, v)[0]) < ERRORS[scheme]
 
 
+@one_in(2)
 @pytest.mark.parametrize(("scheme", "dim"), [("int8", 128), ("int8_fp8", 64), ("fp8", 256)])
 def test_hopper_has_a_kernel_of_its_own(on, scheme, dim):
     on("compute_90a")
@@ -118,6 +121,7 @@ def test_hopper_has_a_kernel_of_its_own(on, scheme, dim):
     assert (lse.double() - wanted_lse).abs().max() < 0.1
 
 
+@one_in(2)
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
 @pytest.mark.parametrize("jump", [1.0, 400.0])
 def test_maxima_that_grow_late(on, scheme, jump):

@@ -57,7 +57,7 @@ def test_pytorch_is_right(norm, residual):
         torch.testing.assert_close(one, two)
 
 
-@one_in(2, columns=[64, 100], norm=NORMS)
+@one_in(4)
 @pytest.mark.parametrize("columns", [64, 100])
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_twin_is_right(interpreter, norm, columns):  # noqa: F811

@@ -14,11 +14,13 @@ pytest.importorskip("transformers", reason="needs transformers, fkjit[models]")
 
 from bench.models.train import Row, line  # noqa: E402
 from bench.models.training import Training, apart, batches, curve  # noqa: E402
+from tests.core.sampling import one_in  # noqa: E402
 from tests.models.reference_model import CONFIGS  # noqa: E402
 
 BATCH, LENGTH, STEPS = 1, 8, 2
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_steps_of_fkjit_are_those_of_transformers(name):
     """Losses before and after AdamW has changed every weight of two layers, and gradients then."""

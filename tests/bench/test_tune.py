@@ -18,6 +18,7 @@ from fkjit.settings import settings
 from fkjit.spec import register
 from tests.bench.kit import FakeDevice
 from tests.cli.kit import run
+from tests.core.sampling import one_in
 from tests.core.user_kernel import registered_kernel, write_kernel
 
 GPU = FakeDevice.name
@@ -376,6 +377,7 @@ def test_without_kernel_tuner_a_strategy_is_refused_with_the_fix(lab, monkeypatc
     assert lab.launched == {}
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "name", ["brute_force", "random_sample", "greedy_mls", "mls", "greedy_ils"]
 )

@@ -9,13 +9,17 @@ same on each run:
   it is legal for as well, which spill first;
 - on one neighbour of each family, in turns from kernel to kernel: 8.0, 8.6 and 8.9 have the same
   instructions, and so have 10.0 and 12.0 of what we use. Of attention's kernels the widest variant
-  on each; of the others one; and what values the home has not.
+  on each; of the others one; and what values the home has not;
+- of a kernel whose source another one has, registered before it, only what that one has not, and
+  the widest at home.
 
-Machine code is made of attention's kernels and of products, but not of a third of the home's
-variants, which are compiled with guards between their arrays in shared memory instead; of any other
-kernel, for each target, only of the widest of these variants.
+Machine code is made of attention's kernels, but not of a third of the home's variants, which are
+compiled with guards between their arrays in shared memory instead; of the home's products, of the
+widest and of those that are interpreted; of any other kernel, for each target, only of the widest
+of these variants.
 
-The interpreter runs the PTX of these very compiles. `pytest --every-variant` leaves nothing out.
+The interpreter runs the PTX of these very compiles, a third of the home's. `pytest --every-variant`
+leaves nothing out.
 """
 
 from __future__ import annotations
@@ -81,12 +85,14 @@ def plan(spec: KernelSpec) -> dict[str, Variants]:
     legal, home, neighbours = whole(spec), home_of(spec), neighbours_of(spec)
     widest = {name: sorted(legal[name], key=size)[-1] for name in (home, *neighbours)}
     each = combinations(spec)
+    elsewhere = set().union(*(values(p) for elder in elders(spec) for p in everywhere(elder)))
     found: dict[str, Variants] = {name: [] for name in DEFAULT_ARCHS}
-    left = sample(legal[home], lambda params: each(params) - each(widest[home]))
+    left = sample(legal[home], lambda params: each(params) - each(widest[home]) - elsewhere)
     found[home] = [widest[home], *left]
     if heavy(spec):
         found.update({name: [widest[name]] for name in neighbours})
     seen = set().union(*(values(params) for chosen in found.values() for params in chosen))
+    seen |= elsewhere
     abroad = [p for p in everywhere(spec) if any(p in legal[name] for name in neighbours)]
     for params in sample(abroad, lambda params: values(params) - seen, found[home]):
         names = [name for name in neighbours if params in legal[name]]
@@ -96,13 +102,24 @@ def plan(spec: KernelSpec) -> dict[str, Variants]:
     return found
 
 
+@cache
+def elders(spec: KernelSpec) -> list[KernelSpec]:
+    """Of the same source, registered before."""
+    known = registered()
+    return [other for other in known[: known.index(spec)] if other.source == spec.source]
+
+
 def to_assemble(spec: KernelSpec) -> dict[str, Variants]:
     """By target, what becomes machine code by default: the others only PTX, for the interpreter."""
     chosen = plan(spec)
     if not near_the_limit(spec):
         return {name: sorted(variants, key=size)[-1:] for name, variants in chosen.items()}
     home = home_of(spec)
-    return {**chosen, home: [params for params in chosen[home] if params not in spare(spec)]}
+    if heavy(spec):
+        return {**chosen, home: [params for params in chosen[home] if params not in spare(spec)]}
+    widest = max(chosen[home], key=size)
+    few = [params for params in interpreted(spec) if params not in guarded(spec)]
+    return {**chosen, home: [p for p in chosen[home] if p == widest or p in few]}
 
 
 def guarded(spec: KernelSpec) -> Variants:
@@ -130,10 +147,17 @@ def spare(spec: KernelSpec) -> Variants:
 
 
 def neighbours_of(spec: KernelSpec) -> list[str]:
-    """A target of each family but the home's, where any is legal: another one of each kernel."""
+    """A target of each family but the home's and elders', where any is legal: another one of each
+    kernel."""
     turn, legal, home = registered().index(spec), whole(spec), home_of(spec)
-    families = [[name for name in family if legal[name]] for family in FAMILIES]
+    new = [family for family in FAMILIES if not any(runs_on(e, family) for e in elders(spec))]
+    families = [[name for name in family if legal[name]] for family in new]
     return [names[turn % len(names)] for names in families if names and home not in names]
+
+
+def runs_on(spec: KernelSpec, family: Sequence[str]) -> bool:
+    """Whether any variant is legal for any of these targets."""
+    return any(whole(spec)[name] for name in family)
 
 
 def home_of(spec: KernelSpec) -> str:
@@ -195,9 +219,29 @@ def size(params: Params) -> int:
     return math.prod(max(number, 1) for number in numbers)
 
 
-def to_interpret(chosen: dict[str, Variants], name: str) -> list[Cubin]:
+def to_interpret(spec: KernelSpec, name: str, every: bool = False) -> list[Cubin]:
     """(target, variant) of each cubin whose PTX is for the interpreter's target `name`."""
-    return [(real, params) for real in SOURCES[name] for params in chosen[real]]
+    chosen = whole(spec) if every else plan(spec)
+    left_out = [] if every else [p for p in chosen[home_of(spec)] if p not in interpreted(spec)]
+    return [
+        (real, params)
+        for real in SOURCES[name]
+        for params in chosen[real]
+        if real != home_of(spec) or params not in left_out
+    ]
+
+
+@cache
+def interpreted(spec: KernelSpec) -> Variants:
+    """Of the home's variants a third, two at the least: of those with guards, if there are as many,
+    and of those with the most values that are new."""
+    chosen, found = plan(spec)[home_of(spec)], []
+    most = min(max(-(-len(chosen) // 3), 2), len(chosen))
+    for variants in (guarded(spec), chosen):
+        while len(found) < most and (left := [p for p in variants if p not in found]):
+            known = set().union(*map(values, found))
+            found.append(max(left, key=lambda params: len(values(params) - known)))
+    return found
 
 
 def in_turns(
@@ -206,18 +250,15 @@ def in_turns(
     """(cubin, problem, whether races are looked for): what the interpreter runs of these.
 
     By default each variant computes the first problem, which has ragged edges and several tiles,
-    and a third of them, those with guards if any, is looked through for races, at home; these share
-    out the other problems, which are small, and look through them as well.
+    and those of the home are looked through for races; these share out the other problems, which
+    are small, and look through them as well.
     """
-    ordered = sorted(cubins, key=lambda cubin: not has_guards(spec, *cubin))
-    most = max(-(-len(cubins) // 3), sum(has_guards(spec, *cubin) for cubin in cubins))
-    raced = ordered[:most]
+    home = [cubin for cubin in cubins if cubin[0] == home_of(spec)]
     for cubin in cubins:
         first, *others = spec.verification.problems(cubin[1], "small")
-        share = raced.index(cubin) if cubin in raced else None
-        at_home = cubin[0] == home_of(spec)
-        yield cubin, first, every or (share is not None and (at_home or not others))
-        for problem in others if every else () if share is None else others[share :: len(raced)]:
+        yield cubin, first, every or cubin in home
+        share = others[home.index(cubin) :: len(home)] if cubin in home else []
+        for problem in others if every else share:
             yield cubin, problem, True
 
 

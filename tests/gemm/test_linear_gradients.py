@@ -48,14 +48,14 @@ def assert_gradients(tensors, dtype, **options):
         assert torch.equal(ours, second)
 
 
-@one_in(2, gate=[False, True], activation=ACTIVATIONS)
+@one_in(4)
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_of_every_activation(activation, gate):
     assert_gradients(leaves(19, 24, 40, gate=gate), "fp32", activation=activation, gate=gate)
 
 
-@one_in(2, save=[True, False], layout=["nk", "kn"], dtype=DTYPES)
+@one_in(4)
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -46,7 +46,7 @@ def check(spec, params, *sizes, **given):
         check_numbers(spec, params, cases.problem(params, *sizes, **given), np.copy, np.asarray)
 
 
-@one_in(2)
+@one_in(4)
 @EACH_WITH_SOME
 @pytest.mark.parametrize(("x_layout", "weight_layout"), LAYOUTS)
 @pytest.mark.parametrize("aligned", [True, False])

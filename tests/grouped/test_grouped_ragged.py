@@ -11,6 +11,7 @@ import fkjit
 from fkjit.errors import ParameterError
 from fkjit.jit.build import quiet
 from fkjit.settings import settings
+from tests.core.sampling import one_in
 from tests.gemm.kit import FLOOR
 from tests.grouped.kit import arrays, by_choice, choices, grouped, layer, layer_arrays
 
@@ -34,6 +35,7 @@ def _numbers(codes):
         return fkjit.dequantize(codes, "fp32").double()
 
 
+@one_in(2)
 @pytest.mark.parametrize(("how", "gate"), [("even", True), ("first", False)])
 def test_the_product_of_each_expert(how, gate):
     """Places of experts are a multiple of 16; all tokens on one expert fill a tile and a half."""
@@ -71,6 +73,7 @@ def test_the_product_of_what_codes_stand_for():
     assert (y[place] - expected).abs().max() <= FLOOR["bf16"] * max(1.0, expected.abs().max())
 
 
+@one_in(2)
 @pytest.mark.parametrize("said", [RAGGED, SHORT, {}], ids=["numbers", "short", "promoted"])
 def test_a_layer(said):
     """Codes with short sums, and with sums promoted every 512 of k."""

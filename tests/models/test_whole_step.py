@@ -18,6 +18,7 @@ from fkjit.settings import settings
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from fkjit.models import Decoder, Sampling  # noqa: E402
+from tests.core.sampling import one_in  # noqa: E402
 from tests.models.reference_model import CONFIGS, logits_of, state_of  # noqa: E402
 from tests.models.test_decoder import PROMPTS  # noqa: E402
 
@@ -66,6 +67,7 @@ def launched(monkeypatch):
     return kept
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gpt2"])
 def test_a_step_of_one_launch_has_the_logits_of_pytorch(name, launched):
     """Windows, biases, LayerNorm; three steps, into a second page."""

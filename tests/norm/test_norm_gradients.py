@@ -62,7 +62,7 @@ def names_of(op, *left_out):
 COLUMNS = [64, 100, 768, 2056, 4096, 9000]
 
 
-@one_in(3, residual=[False, True], dtype=DTYPES, columns=COLUMNS, op=OPS)
+@one_in(6, residual=[False, True], dtype=DTYPES, columns=COLUMNS, op=OPS)
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", COLUMNS)

@@ -47,7 +47,7 @@ def differentiated(case, call, inputs):
     ]
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_call_is_traced_without_a_break(case):
     """By AOTAutograd, backward included, with what it writes made functional."""
@@ -79,7 +79,7 @@ SIMPLE = [case for case in CASES if case.op not in ("attention", "attention_deco
 SIMPLE = [case for case in SIMPLE if case.op != "paged_attention"]  # see test_operators.py
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize("case", SIMPLE, ids=lambda case: case.name)
 def test_operators_are_what_their_schemas_say(case, monkeypatch):
     """Those that a call goes through, backward included, each on what it is given there."""

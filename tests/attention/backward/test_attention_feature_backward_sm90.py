@@ -156,6 +156,7 @@ def test_hopper_takes_bands_that_tma_can_read(changes, form, name, taken):
     assert sm90.takes({**PROBLEM, **changes}, options, True, arch(name)) is taken
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "form",
     [
@@ -325,7 +326,7 @@ SLOW = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(key=lambda bug: None if bug in SLOW else (bug.kernel, bug.by, bug.file))
+@pytest.mark.sampled(key=lambda bug: None if bug in SLOW else (bug.kernel, bug.by))
 @pytest.mark.parametrize("bug", (*BUGS, *SLOPE_BUGS, *SLOW), ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug, monkeypatch):
     said = outcome(bug, monkeypatch, plant=True)

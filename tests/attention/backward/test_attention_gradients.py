@@ -181,7 +181,7 @@ PREPARED = (
 )  # fmt: skip
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize("case", PREPARED, ids=lambda case: " ".join(case[2]))
 def test_what_is_prepared_is_what_forward_and_backward_ask_for(case, monkeypatch):
     """As plans tell calls apart: by geometry and options, of both ops."""

@@ -137,7 +137,7 @@ def mapped(x: np.ndarray, rows: int) -> TensorMap:
 CHECKS = [Checks(), Checks(race=True)]
 
 
-@one_in(2, checks=CHECKS, a_t=[False, True], b_t=[False, True], cluster=[1, 2, 4])
+@one_in(6)
 @pytest.mark.parametrize("checks", CHECKS, ids=["mem", "race"])
 @pytest.mark.parametrize("b_t", [False, True])
 @pytest.mark.parametrize("a_t", [False, True])
