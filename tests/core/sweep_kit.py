@@ -13,10 +13,10 @@ same on each run:
 - of a kernel whose source another one has, registered before it, only what that one has not, and
   the widest at home.
 
-Machine code is made of attention's kernels, but not of a third of the home's variants, which are
-compiled with guards between their arrays in shared memory instead; of the home's products, of the
-widest and of those that are interpreted; of any other kernel, for each target, only of the widest
-of these variants.
+Machine code is made of attention's kernels and of products: at home of the widest, of attention of
+each tile, and of those that are interpreted, but where these have guards between their arrays in
+shared memory, which is another compile. Of any other kernel, for each target, only of the widest of
+these variants.
 
 The interpreter runs the PTX of these very compiles, a third of the home's. `pytest --every-variant`
 leaves nothing out.
@@ -114,12 +114,9 @@ def to_assemble(spec: KernelSpec) -> dict[str, Variants]:
     chosen = plan(spec)
     if not near_the_limit(spec):
         return {name: sorted(variants, key=size)[-1:] for name, variants in chosen.items()}
-    home = home_of(spec)
-    if heavy(spec):
-        return {**chosen, home: [params for params in chosen[home] if params not in spare(spec)]}
-    widest = max(chosen[home], key=size)
     few = [params for params in interpreted(spec) if params not in guarded(spec)]
-    return {**chosen, home: [p for p in chosen[home] if p == widest or p in few]}
+    made = [p for p in chosen[home_of(spec)] if p in few or p in widest_of_tiles(spec)]
+    return {**chosen, home_of(spec): made}
 
 
 def guarded(spec: KernelSpec) -> Variants:
@@ -139,11 +136,16 @@ def spare(spec: KernelSpec) -> Variants:
     if spec.shared_layout is None:
         return []
     chosen = plan(spec)[home_of(spec)]
-    widest: dict[Any, Params] = {}  # the first of those that are
-    for params in sorted(chosen, key=size, reverse=True):
-        widest.setdefault(tile(params) if heavy(spec) else None, params)
-    others = [params for params in chosen if params not in widest.values()]
+    others = [params for params in chosen if params not in widest_of_tiles(spec)]
     return others[: -(-len(chosen) // 3)]
+
+
+def widest_of_tiles(spec: KernelSpec) -> Variants:
+    """Of the home's variants the widest, of attention's kernels that of each tile: the first."""
+    widest: dict[Any, dict[str, Any]] = {}
+    for params in sorted(plan(spec)[home_of(spec)], key=size, reverse=True):
+        widest.setdefault(tile(params) if heavy(spec) else None, params)
+    return list(widest.values())
 
 
 def neighbours_of(spec: KernelSpec) -> list[str]:
