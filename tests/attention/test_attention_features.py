@@ -73,6 +73,7 @@ def test_all_together_in_the_other_layout():
     assert np.array_equal(other.swapaxes(1, 2), o) and np.array_equal(other_lse, lse)
 
 
+@one_in(2)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_gpus_without_the_tensor_cores_of_a_form_use_their_fp32_units(dtype, monkeypatch):
     turing = replace(settings(), target="sm_75")

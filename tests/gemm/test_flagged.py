@@ -19,7 +19,7 @@ from fkjit.ops.gemm.cases_flagged import FLAGGED as CASES
 from fkjit.ops.gemm.flagged import FLAGGED, FLAGGED_ALL, MOST_ROWS, counted, linear_flagged
 from fkjit.settings import settings
 from tests.core.mutations import Bug
-from tests.core.sampling import ONE_OF_EACH_KIND
+from tests.core.sampling import ONE_OF_EACH_KIND, one_in
 from tests.core.test_mutations import KINDS, outcome
 
 HOPPER = arch("sm_90a")
@@ -34,6 +34,7 @@ def hopper_target(monkeypatch):
     settings.cache_clear()
 
 
+@one_in(2)
 @pytest.mark.parametrize("tile", flagged.TILES, ids=str)
 def test_counts_are_those_of_all_warps(hopper_target, tile):
     """Of each chunk as many, whatever the order in which blocks take tiles."""

@@ -89,7 +89,7 @@ def test_rows_are_rounded_to_what_has_as_many_tiles(m):
         assert -(-rounded // rows) == -(-m // rows), rows
 
 
-@one_in(3)
+@one_in(len(DEFAULT_ARCHS))
 @pytest.mark.parametrize("name", DEFAULT_ARCHS)
 def test_every_shape_has_a_kernel_that_takes_it(name):
     on = arch(name)
