@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from fkjit.arch import Arch
 from fkjit.models.config import ModelConfig
-from fkjit.models.plan import StepPlan, fits
+from fkjit.models.plan import StepPlan, fits, streams
 from fkjit.models.quantized import has_codes
+from fkjit.models.streamed import Places, Residual, StreamedLayers
 from fkjit.models.weights import Affine, Layer, Weights
 from fkjit.ops.gemm.call import linear
 from fkjit.ops.kv.append import kv_append
@@ -27,7 +29,7 @@ Attend = Callable[[Any, int], Any]  # q [tokens, heads, head_dim] and the layer 
 
 
 class Fused(NamedTuple):
-    """What five launches a layer take. table: of `fkjit.rope_table`; None: nothing turns."""
+    """What fewer launches a layer take. table: of `fkjit.rope_table`; None: nothing turns."""
 
     table: Any
 
@@ -43,6 +45,10 @@ class Network:
         """Whether so many tokens can have five launches a layer."""
         return fits(self.config, rows, self.codes)
 
+    def streams(self, rows: int, arch: Arch) -> bool:
+        """Whether so many tokens can have products that fetch their weight early."""
+        return streams(self.config, rows, self.codes, arch)
+
     def hidden(
         self, tokens: Any, positions: Any, slots: Any, cache: Any, attend: Attend,
         plan: StepPlan = _PLAN, fused: Fused | None = None,
@@ -50,13 +56,15 @@ class Network:
         """The residual stream [tokens, hidden] behind the last layer.
 
         tokens, positions: [tokens], whole numbers. slots: [tokens] int32 of `cache`, where keys and
-        values of each token go before `attend` is called. fused: five launches a layer, where
-        `fits` says so; None: eight.
+        values of each token go before `attend` is called. fused: fewer launches a layer, where
+        `fits` or `streams` says so; None: eight.
         """
         torch, weights = torch_ops.torch_seen(), self.weights
         stream = torch.nn.functional.embedding(tokens, weights.embedding)
         if weights.positions is not None:
             stream = stream + torch.nn.functional.embedding(positions, weights.positions)
+        if plan.streamed and fused is not None:
+            return self._streamed(stream, Places(cache, slots, positions, fused.table), attend)
         for number, layer in enumerate(weights.layers):
             if fused is None:
                 heads = linear(self._norm(stream, layer.norm), *layer.qkv, impl=plan.qkv)
@@ -72,6 +80,15 @@ class Network:
             inner = self._inner(layer, stream, plan, fused)
             stream = linear(inner, *layer.down, residual=stream, impl=plan.down)
         return stream
+
+    def _streamed(self, stream: Any, places: Places, attend: Attend) -> Any:
+        layers, norm = self.weights.layers, self._norm
+        made, following = StreamedLayers(self.config, norm), [one.norm for one in layers[1:]]
+        at = Residual(stream, norm(stream, layers[0].norm))
+        for number, (layer, behind) in enumerate(zip(layers, [*following, None], strict=True)):
+            attended = attend(made.queries(at, layer, number, places), number).flatten(1)
+            at = made.behind(at, attended, layer, behind)
+        return at.stream
 
     def _inner(self, layer: Layer, stream: Any, plan: StepPlan, fused: Fused | None) -> Any:
         """What the product down takes."""

@@ -15,6 +15,7 @@ from fkjit.arguments import one_of, shown
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.models.config import ModelConfig
 from fkjit.ops.step import call as step
+from fkjit.ops.step import stream
 from fkjit.ops.step import whole as whole_step
 
 PRODUCTS = ("qkv", "out", "up", "down", "head")
@@ -31,7 +32,9 @@ class StepPlan(NamedTuple):
     five launches a layer in place of eight, where the model (no weights of codes, no norm of heads)
     and the number of sequences (up to eight) permit it: norm, qkv, RoPE and append are one, norm
     and up another; qkv and up then name nothing. whole: the step is one launch, where the model and
-    the GPU (Hopper) permit it; then all the others say nothing."""
+    the GPU (Hopper) permit it; then all the others say nothing. streamed: products that fetch their
+    weight before the previous kernel is over, RoPE, append and RMSNorm among them, of up to 64
+    sequences, where the model and the GPU (Hopper) permit it; then only the head is named."""
 
     qkv: str = "auto"
     out: str = "auto"
@@ -41,12 +44,13 @@ class StepPlan(NamedTuple):
     early: bool = True
     fused: bool = False
     whole: bool = False
+    streamed: bool = False
 
     def checked(self) -> StepPlan:
         """Itself. ParameterError, ArgumentTypeError: what no plan may say."""
         for name in PRODUCTS:
             one_of(_CALL, f"plan.{name}", getattr(self, name), IMPLS)
-        for name in ("early", "fused", "whole"):
+        for name in ("early", "fused", "whole", "streamed"):
             if not isinstance(given := getattr(self, name), bool):
                 raise ArgumentTypeError(f"{_CALL}: plan.{name}={shown(given)}; allowed: a bool")
         return self
@@ -91,6 +95,14 @@ def fits(config: ModelConfig, rows: int, codes: bool) -> bool:
     """Whether so many tokens can have five launches a layer."""
     widths = (config.hidden, config.head_dim, config.activation, config.gated)
     return not config.qk_norm and not codes and step.fits(rows, *widths)
+
+
+def streams(config: ModelConfig, rows: int, codes: bool, arch: Arch) -> bool:
+    """Whether so many tokens can have `StepPlan(streamed=True)`."""
+    widths = (config.hidden, config.mlp, config.heads_q * config.head_dim)
+    said = (config.head_dim, config.activation, config.gated)
+    plain = not codes and not config.qk_norm and "wgmma" in arch.features
+    return plain and stream.fits(rows, widths, *said)
 
 
 def model_of(config: ModelConfig, layout: str, page_size: int) -> whole_step.Model:

@@ -15,8 +15,10 @@ from fkjit.ops.attention.decode.call import paged_attention
 from fkjit.ops.kv.cache import PagedKVCache
 from fkjit.ops.kv.slots import kv_slots
 from fkjit.ops.op import torch_ops
+from fkjit.ops.op.request import arch_of
 from fkjit.ops.rope.frequencies import rope_table
 from fkjit.runtime import pdl, workspace
+from fkjit.runtime.interop import view
 
 _COUNTERS = 1 << 12  # an eighth of those that are there for all kernels of one graph
 _REPLAYS = 20  # of a graph that is timed
@@ -107,7 +109,7 @@ class Steps:
             return paged_attention(q, cache, rows=state.rows, layer=layer, window=window)
 
         slots = kv_slots(cache, state.rows)
-        fused = self._fused() if plan.fused and network.fits(size) else None
+        fused = self._fused() if self._has_fewer(size, plan) else None
         stream = network.hidden(state.tokens, state.positions, slots, cache, attend, plan, fused)
         logits = network.logits(stream, out=self._logits.rows(size), plan=plan)
         self._pick(state, logits, mode, self._logits.largest(size))
@@ -162,6 +164,13 @@ class Steps:
         finally:
             for own, was in zip((state.tokens, state.positions, state.rows), kept, strict=True):
                 own.copy_(was)
+
+    def _has_fewer(self, size: int, plan: StepPlan) -> bool:
+        """Whether a layer has fewer launches than eight."""
+        if plan.streamed:
+            seen = view(self.network.weights.embedding, "Decoder", "weights")
+            return self.network.streams(size, arch_of(seen))
+        return plan.fused and self.network.fits(size)
 
     def _whole(self) -> WholeStep:
         if self._one_launch is None:

@@ -38,6 +38,7 @@ KERNELS = (
     "quantize.kernels_few",
     "quantize.kernels_bytes",
     "step.kernels",
+    "step.stream_kernel",
     "step.whole_kernel",
     "moe.route",
     "moe.regroup",
