@@ -82,9 +82,9 @@ class Network:
         return stream
 
     def _streamed(self, stream: Any, places: Places, attend: Attend) -> Any:
-        layers, norm = self.weights.layers, self._norm
-        made, following = StreamedLayers(self.config, norm), [one.norm for one in layers[1:]]
-        at = Residual(stream, norm(stream, layers[0].norm))
+        layers, made = self.weights.layers, StreamedLayers(self.config)
+        following = [one.norm for one in layers[1:]]
+        at = Residual(stream, self._norm(stream, layers[0].norm))
         for number, (layer, behind) in enumerate(zip(layers, [*following, None], strict=True)):
             attended = attend(made.queries(at, layer, number, places), number).flatten(1)
             at = made.behind(at, attended, layer, behind)

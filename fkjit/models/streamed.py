@@ -1,16 +1,16 @@
-"""Layers of a decode step of a few sequences on Hopper, whose products fetch their weight before the
-previous kernel is over: with RMSNorm five launches a layer, since what makes the residual stream
-also says what the norm behind it takes; with LayerNorm seven.
+"""Layers of a decode step of up to 64 sequences on Hopper, in five launches, whose products fetch
+their weight before the previous kernel is over. What makes the residual stream also says what the
+norm behind it takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fkjit.models.config import ModelConfig
 from fkjit.models.weights import Affine, Layer
-from fkjit.ops.step.stream import Scaled, streamed_append, streamed_linear
+from fkjit.ops.step.call import Norm
+from fkjit.ops.step.stream import streamed_append, streamed_linear
 
 
 class Residual(NamedTuple):
@@ -30,10 +30,10 @@ class Places(NamedTuple):
 
 
 class StreamedLayers:
-    """norm: LayerNorm, or of the first layer RMSNorm."""
+    """Of a model, whose activations all of them share."""
 
-    def __init__(self, config: ModelConfig, norm: Callable[[Any, Affine], Any]) -> None:
-        self.config, self.norm = config, norm
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
 
     def queries(self, at: Residual, layer: Layer, number: int, places: Places) -> Any:
         """q [tokens, heads, head_dim], ready; k and v are in the cache."""
@@ -53,10 +53,7 @@ class StreamedLayers:
         return self._added(inner, layer.down, at.stream, following)
 
     def _added(self, x: Any, product: Affine, stream: Any, norm: Affine | None) -> Residual:
-        if norm is None or norm.bias is not None:
-            stream = streamed_linear(x, *product, residual=stream)
-            return Residual(stream, None if norm is None else self.norm(stream, norm))
-        stream, scaled, squares = streamed_linear(
-            x, *product, residual=stream, norm_weight=norm.weight
-        )
-        return Residual(stream, Scaled(scaled, squares, self.config.eps))
+        if norm is None:
+            return Residual(streamed_linear(x, *product, residual=stream), None)
+        behind = Norm(*norm, self.config.eps)
+        return Residual(*streamed_linear(x, *product, residual=stream, norm=behind))

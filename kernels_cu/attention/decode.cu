@@ -57,6 +57,8 @@ constexpr int STAGES = ${stages};          // steps in a group's ring
 constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the registers
 constexpr bool Q_IN_REGISTERS = ${q_in_registers};
 constexpr bool ABREAST = HEAD_DIM <= 128;  // registers do not suffice for more
+// Keys before the new ones, lengths and page tables are not what kernels still under way write.
+constexpr bool EARLY = ${early};
 constexpr int GUARD = ${guard};            // bytes between rings: 0 except where memory is checked
 //% if form
 using bias_t = ${bias_dtype};
@@ -147,7 +149,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     //% endif
     const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
     const int causal) {              // new token i sees keys up to i + length - seqlen_q
-  after_previous_kernel();
+  if (EARLY) {
+    let_next_kernel();
+  } else {
+    after_previous_kernel();
+  }
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ RowState states[NUM_WARPS * WARP_ROWS];
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
@@ -221,9 +227,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     for (int step = 0; step < STAGES; ++step) page[step] = page_of(step);
 #pragma unroll
     for (int step = 0; step < STAGES - 1; ++step) {
+      if (EARLY && key_of(step) + KEYS > length - seqlen_q) after_previous_kernel(false);
       if (step < own_steps) fetch(step, page[step]);
       cp_async_commit();
     }
+    if (EARLY) after_previous_kernel(false);
     int next_page = page[STAGES - 1];
     queries.store<SCALED>(q_tile, !RULES && softmax_scale_log2 < 0.f ? 0x80008000u : 0u);
     //% if form

@@ -10,9 +10,14 @@
    half of an SM's shared memory at most, so that blocks of two kernels have room beside each other,
    and the next kernel's weight comes while this one's last sums are on their way.
 
-   RMSNorm has no launch of its own: who makes the residual stream (NORMED) also leaves `scaled` = out *
-   the norm's weight, and of each tile and row the sum of squares; who multiplies `scaled` (SCALED)
-   gives each row of sums its rstd, out of these in their order.
+   A norm has no launch of its own. Who makes the residual stream (LEAVES) also leaves `scaled` = out *
+   the norm's weight, and of each tile and row the sum of squares; who multiplies `scaled` (NORM) gives
+   each row of sums its rstd, out of these in their order. LayerNorm takes more, with weight g and
+   bias b of the norm:
+
+     norm(x) weight^T = rstd ((x g) weight^T - mean (g weight^T)) + b weight^T
+
+   so a tile leaves two moments, and g and b are multiplied as rows behind those of x.
 
    A block has ROWS of the weight (with GATE half of them gate, half up), all rows of x, and a part of
    k: the operands are swapped, so that wgmma's 64 rows are the weight's. Where CLUSTER blocks share
@@ -36,8 +41,9 @@
 using elem_t = ${dtype};
 using Activation = ${activation};
 constexpr bool GATE = ${gate}, APPEND = ${append}, ROPE = ${rope};
-constexpr bool SCALED = ${scaled}, NORMED = ${normed};
-constexpr int TOKENS = ${tokens};    // rows of x, padded
+constexpr bool NORM = ${norm != "none"}, CENTERED = ${norm == "layer"};      // of x
+constexpr bool LEAVES = ${leaves != "none"}, LEAVES_MEAN = ${leaves == "layer"};  // for out's
+constexpr int TOKENS = ${tokens};    // rows of x, padded, and what stands behind them
 constexpr int ROWS = ${rows};        // of the weight in a tile; with APPEND a head
 constexpr int CLUSTER = ${cluster};  // blocks that share the k of a tile
 constexpr int W_STAGES = ${weight_stages}, X_STAGES = ${x_stages};
@@ -48,7 +54,7 @@ constexpr int QUADS = (APPEND ? ROWS / 2 : OUTPUTS) / 4;  // threads that share 
 constexpr int PASS = THREADS / QUADS;
 static_assert(ROWS % 64 == 0 && TOKENS % 16 == 0, "wgmma's rows and columns");
 static_assert(WARP_SIZE % QUADS == 0, "a row's threads are of one warp");
-static_assert(!(GATE && (APPEND || NORMED)) && !(APPEND && NORMED), "one way out");
+static_assert(!(GATE && (APPEND || LEAVES)) && !(APPEND && LEAVES), "one way out");
 
 using Rings = StreamRings<ROWS, TOKENS, W_STAGES, X_STAGES, GUARD>;
 using Sums = StreamSums<ROWS, TOKENS, CLUSTER>;
@@ -61,10 +67,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     //% endif
     step_stream(const __grid_constant__ TensorMap weight_map,  // [n, k], with GATE [2 n, k]
                 const __grid_constant__ TensorMap x_map,       // [m, k], boxes of x_rows
+                //% if norm == "layer"
+                const __grid_constant__ TensorMap norm_map,  // [1, k], the norm's weight
+                const __grid_constant__ TensorMap norm_bias_map,
+                //% endif
                 const elem_t* __restrict__ bias,               // [n], with GATE [2 n], or null
-                //% if scaled
-                const float* squares,               // [square_parts, m] of x's rows
-                const int square_parts, const float eps,
+                //% if norm != "none"
+                const float* moments,  // [parts, m], with CENTERED [parts, m, 2]
+                const int parts, const float eps,
                 //% endif
                 //% if append
                 const int* __restrict__ slot_mapping,  // [m]
@@ -81,16 +91,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
                 elem_t* out,             // [m, n]
                 const i64 residual_stride, const i64 out_stride,
                 //% endif
-                //% if normed
+                //% if leaves != "none"
                 const elem_t* __restrict__ norm_weight,  // [n]
                 elem_t* __restrict__ scaled_out,         // [m, n]
-                float* __restrict__ squares_out,         // [tiles, m]
+                float* __restrict__ moments_out,         // [tiles, m], or [tiles, m, 2]
                 //% endif
                 const int m,       // 1..TOKENS
                 const int x_rows,  // m rounded up to 8
                 const int n, const int k) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   float* const factors = reinterpret_cast<float*>(shared_memory + Rings::FACTORS);
+  float* const means = factors + TOKENS;
   const Rings rings{shared_address(shared_memory)};
   const int warp = __shfl_sync(FULL_MASK, threadIdx.x / WARP_SIZE, 0);
   const int lane = threadIdx.x % WARP_SIZE;
@@ -114,9 +125,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   } else {
     after_previous_kernel(false);
     if (warp > CONSUMERS) {
-      rings.fetch_x(x_map, begin, count, x_rows);
-      //% if scaled
-      row_factors(factors, squares, square_parts, m, k, eps, lane);
+      rings.fetch_x<CENTERED ? 2 : 0>(
+          x_map, begin, count, x_rows, [&](u32 to, u32 barrier, int column) {
+            //% if norm == "layer"
+            tma_load(to, norm_map, barrier, column, 0, 0, 0);
+            tma_load(to + 8 * BLOCK_K * 2, norm_bias_map, barrier, column, 0, 0, 0);
+            //% endif
+          });
+      //% if norm != "none"
+      row_factors<CENTERED>(factors, means, moments, parts, m, k, eps, lane);
       //% endif
     } else {
       rings.multiply<elem_t>(acc, count, lane);
@@ -139,10 +156,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     const int row = (base + static_cast<int>(threadIdx.x) / QUADS) * CLUSTER + rank;
     const int quad = threadIdx.x % QUADS * 4, column = first + quad;
     const bool there = row < m && column < n;
-    const float factor = SCALED && there ? factors[row] : 1.f;
+    const float factor = NORM && there ? factors[row] : 1.f;
+    const float shift = CENTERED && there ? -means[row] : 0.f;
     const auto sum_of = [&](int place, int of_bias) {
       float4 z = sums.of(row, place);
+      if (CENTERED) add_four(z, sums.of(x_rows, place), shift);
       z.x *= factor, z.y *= factor, z.z *= factor, z.w *= factor;
+      if (CENTERED) add_four(z, sums.of(x_rows + 8, place));
       if (bias != nullptr) add_four(z, load_four(bias + of_bias));
       return z;
     };
@@ -179,18 +199,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
       *reinterpret_cast<uint2*>(out + row * out_stride + column) = pack_four<elem_t>(y);
     }
     //% endif
-    //% if normed
-    float square = 0.f;
-    if (there) {
-      const uint2 bits = pack_four<elem_t>(y);
-      const float2 low = unpack2<elem_t>(bits.x), high = unpack2<elem_t>(bits.y);
-      const float4 w = load_four(norm_weight + column);
-      square = low.x * low.x + low.y * low.y + high.x * high.x + high.y * high.y;
-      *reinterpret_cast<uint2*>(scaled_out + static_cast<i64>(row) * n + column) =
-          pack_four<elem_t>(make_float4(low.x * w.x, low.y * w.y, high.x * w.z, high.y * w.w));
-    }
-    square = lanes_sum<QUADS>(square);
-    if (row < m && quad == 0) squares_out[tile * m + row] = square;
+    //% if leaves != "none"
+    const uint2 bits = pack_four<elem_t>(y);
+    const float2 low = unpack2<elem_t>(bits.x), high = unpack2<elem_t>(bits.y);
+    y = make_float4(low.x, low.y, high.x, high.y);
+    leave_moments<LEAVES_MEAN, OUTPUTS>(moments_out + (tile * m + row) * (LEAVES_MEAN ? 2 : 1), y,
+                                        row < m && quad == 0);
+    if (!there) continue;
+    const float4 w = load_four(norm_weight + column);
+    *reinterpret_cast<uint2*>(scaled_out + static_cast<i64>(row) * n + column) =
+        pack_four<elem_t>(make_float4(y.x * w.x, y.y * w.y, y.z * w.z, y.w * w.w));
     //% endif
   }
   if (CLUSTER > 1) meet_cluster();  // the others have read this one's sums

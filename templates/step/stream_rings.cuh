@@ -3,9 +3,9 @@
 // kernel is over, and x does not.
 //
 //   weight stage 0, 1, ...   [ROWS][64 k], 128-byte swizzle, with two halves gate's rows, then up's
-//   x stage 0, 1, ...        [TOKENS][64 k]
+//   x stage 0, 1, ...        [TOKENS][64 k]; behind x's rows perhaps a LayerNorm's weight and bias
 //   barriers                 of each stage: full, empty
-//   factors                  [TOKENS] floats, of x's rows
+//   factors                  [2][TOKENS] floats, of x's rows
 //
 // When all has been multiplied, sums lie where the weight was (step/stream_sums.cuh).
 #pragma once
@@ -62,15 +62,19 @@ struct StreamRings {
     }
   }
 
-  // By one warp: the same steps of x, of which `rows` rows come.
-  __device__ __forceinline__ void fetch_x(const TensorMap& map, int first, int count,
-                                          int rows) const {
+  // By one warp: the same steps of x, of which `rows` rows come; what `more(tile, barrier, k)` asks
+  // for are MORE rows behind them.
+  template <int MORE, typename More>
+  __device__ __forceinline__ void fetch_x(const TensorMap& map, int first, int count, int rows,
+                                          const More& more) const {
     RingPlace<X_STAGES> place;
     for (int step = first; step < first + count; ++step, place.advance()) {
       mbarrier_wait(x_empty(place.stage), place.parity ^ 1);
       if (!elect_one()) continue;
-      mbarrier_expect(x_full(place.stage), rows * (BLOCK_K * 2));
-      tma_load(x(place.stage), map, x_full(place.stage), step * BLOCK_K, 0, 0, 0);
+      const u32 barrier = x_full(place.stage);
+      mbarrier_expect(barrier, (rows + MORE) * (BLOCK_K * 2));
+      tma_load(x(place.stage), map, barrier, step * BLOCK_K, 0, 0, 0);
+      if (MORE > 0) more(x(place.stage) + rows * (BLOCK_K * 2), barrier, step * BLOCK_K);
     }
   }
 

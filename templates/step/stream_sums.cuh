@@ -17,8 +17,8 @@ template <typename T>
 __device__ __forceinline__ uint2 pack_four(const float4& x) {
   return make_uint2(pack2<T>(x.x, x.y), pack2<T>(x.z, x.w));
 }
-__device__ __forceinline__ void add_four(float4& a, const float4& b) {
-  a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w;
+__device__ __forceinline__ void add_four(float4& a, const float4& b, float times = 1.f) {
+  a.x += b.x * times, a.y += b.y * times, a.z += b.z * times, a.w += b.w * times;
 }
 
 template <int ROWS, int TOKENS, int CLUSTER>
@@ -52,14 +52,46 @@ struct StreamSums {
   }
 };
 
-// Of each row its rstd: 1 / sqrt(mean of squares + eps), of what the product before this one left
-// of its tiles. By a warp, for who reads `factors` after the block has met.
-__device__ __forceinline__ void row_factors(float* factors, const float* squares, int parts, int m,
-                                            int columns, float eps, int lane) {
+// Of each row of x what its norm needs, from what the product before this one left of its `parts`,
+// in their order. RMSNorm: sums of squares -> factors[row] = rstd. LayerNorm (CENTERED): pairs of
+// a sum and of squares of distances from the part's own mean -> rstd, and the mean in `means`. By a
+// warp, for who reads them after the block has met.
+template <bool CENTERED>
+__device__ __forceinline__ void row_factors(float* factors, float* means, const float* moments,
+                                            int parts, int m, int columns, float eps, int lane) {
   for (int row = lane; row < m; row += WARP_SIZE) {
-    float total = 0.f;
+    float total = 0.f, squares = 0.f;
 #pragma unroll 8
-    for (int part = 0; part < parts; ++part) total += squares[part * m + row];
-    factors[row] = 1.f / sqrtf(total / columns + eps);
+    for (int part = 0; part < parts; ++part)
+      total += moments[(part * m + row) * (CENTERED ? 2 : 1)];
+    if (CENTERED) {
+      const float mean = total / columns, of_part = static_cast<float>(columns) / parts;
+#pragma unroll 4
+      for (int part = 0; part < parts; ++part) {
+        const float* const at = moments + (part * m + row) * 2;
+        const float apart = at[0] / of_part - mean;
+        squares += at[1] + of_part * apart * apart;
+      }
+      means[row] = mean;
+    } else {
+      squares = total;
+    }
+    factors[row] = 1.f / sqrtf(squares / columns + eps);
+  }
+}
+
+// The other side: of four columns of a row, `there` or zeros, what their tile of COLUMNS leaves, by
+// COLUMNS / 4 neighbouring lanes; whole warps come here. `writes`: one lane of each row that is there.
+template <bool CENTERED, int COLUMNS>
+__device__ __forceinline__ void leave_moments(float* at, const float4& x, bool writes) {
+  constexpr int LANES = COLUMNS / 4;
+  if (CENTERED) {
+    const float sum = lanes_sum<LANES>(x.x + x.y + x.z + x.w), mean = sum / COLUMNS;
+    const float a = x.x - mean, b = x.y - mean, c = x.z - mean, d = x.w - mean;
+    const float squares = lanes_sum<LANES>(a * a + b * b + c * c + d * d);
+    if (writes) at[0] = sum, at[1] = squares;
+  } else {
+    const float squares = lanes_sum<LANES>(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w);
+    if (writes) at[0] = squares;
   }
 }

@@ -15,12 +15,12 @@ from fkjit.ops.kv.problem import check_pages
 from fkjit.ops.op.checks import check_dtype, check_same_dtype, check_shape
 from fkjit.ops.op.op import Launch, Op, Output, Request
 from fkjit.ops.op.shapes import rows_of
-from fkjit.ops.step.call import check_indices, row_step
+from fkjit.ops.step.call import Norm, check_indices, row_step
 from fkjit.ops.step.stream_kernel import APPEND, BLOCK_K, HALF, LINEAR, TILES, TOKENS, Tile
 from fkjit.runtime.interop import View
 from fkjit.spec import Problem
 
-ROWS = TOKENS[-1]  # of x, at most
+ROWS = 64  # of x, at most
 _DTYPES = ("fp16", "bf16")
 _HEADS = (64, 128)  # columns of a head, which is a tile
 _SMS = 132  # of an H200
@@ -29,12 +29,13 @@ _VECTOR = 8  # elements of 16 bytes
 
 
 class Scaled(NamedTuple):
-    """Rows before their RMSNorm: x times the norm's weight [m, k], and sums of squares of parts of
-    x's rows, fp32 [parts, m]. A norm's factor is 1 / sqrt(mean of squares + eps)."""
+    """Rows before their norm: x times the norm's weight [m, k]; of parts of x's rows sums of
+    squares, fp32 [parts, m], for LayerNorm sums and squares of distances from the parts' means,
+    [parts, m, 2]; and the norm."""
 
     x: Any
-    squares: Any
-    eps: float
+    moments: Any
+    norm: Norm
 
 
 def fits(
@@ -47,24 +48,26 @@ def fits(
 
 def streamed_linear(
     x: Any, weight: Any, bias: Any = None, *, activation: str | None = None, gate: bool = False,
-    residual: Any = None, norm_weight: Any = None, tile: Tile | None = None,
+    residual: Any = None, norm: Norm | None = None, tile: Tile | None = None,
 ) -> Any:  # fmt: skip
     """activation(x weightᵀ + bias) [* up] + residual, as `fkjit.linear`.
 
     Args:
-        x: [m, k], up to 64 rows, fp16 or bf16; or `Scaled`: then each row of sums is times its
-            norm's factor. weight: [n, k], with a gate [2 n, k]; bias: its rows, or None.
-        norm_weight: [n] of an RMSNorm of the result, or None.
+        x: [m, k], up to 64 rows, fp16 or bf16; or `Scaled`: then x's norm is what is multiplied.
+            weight: [n, k], with a gate [2 n, k]; bias: its rows, or None.
+        norm: of the result, which comes behind it, or None.
         tile: rows of the weight, blocks that share its k, KB for it; None: by the shape.
 
-    Returns: [m, n]; with a norm_weight also that times the result, and the sums of squares of its
-    parts: what `Scaled` takes.
+    Returns: [m, n]; with a norm also the same as `Scaled`.
     Raises ParameterError, ArgumentTypeError: shapes, strides, dtypes.
     """
-    x, squares, eps = x if isinstance(x, Scaled) else (x, None, 0.0)
-    arrays = (x, weight, bias, squares, residual, norm_weight)
-    options = (activation or "none", gate, eps, norm_weight is not None, tile)
-    return (_NORMED if norm_weight is not None else _LINEAR)(arrays, (), options)
+    x, of_norm, eps = _taken(x)
+    options = (activation or "none", gate, eps, _kind(norm), tile)
+    arrays = (x, weight, bias, *of_norm, residual)
+    if norm is None:
+        return _LINEAR((*arrays, None), (), options)
+    out, *scaled = _LEAVING((*arrays, norm.weight), (), options)
+    return out, Scaled(*scaled, norm)
 
 
 def streamed_append(
@@ -80,9 +83,21 @@ def streamed_append(
     Raises ParameterError, ArgumentTypeError: shapes, strides, dtypes, a cache of fp8 or int8.
     """
     held = planes("streamed_append", cache, layer, None)
-    x, squares, eps = x if isinstance(x, Scaled) else (x, None, 0.0)
-    arrays = (x, weight, bias, squares, slot_mapping, positions, table, *held.arrays[:2])
+    x, of_norm, eps = _taken(x)
+    arrays = (x, weight, bias, *of_norm, slot_mapping, positions, table, *held.arrays[:2])
     return _APPEND(arrays, (), (heads_q, held.layout, eps, tile))
+
+
+def _kind(norm: Norm | None) -> str:
+    return "none" if norm is None else "rms" if norm.bias is None else "layer"
+
+
+def _taken(x: Any) -> tuple[Any, tuple[Any, Any, Any], float]:
+    """x as it lies, what the product takes of its norm, and eps."""
+    if not isinstance(x, Scaled):
+        return x, (None, None, None), 0.0
+    norm = x.norm if x.norm.bias is not None else (None, None)
+    return x.x, (x.moments, *norm[:2]), x.norm.eps
 
 
 # ------------------------------------------------------------------ tiles
@@ -106,7 +121,8 @@ _Views = Mapping[str, View | None]
 def _common(call: str, views: _Views, eps: float) -> dict[str, Any]:
     """What both say of the product: n counts rows of the weight."""
     seen = {name: view for name, view in views.items() if view is not None}
-    floats = [name for name in ("x", "weight", "bias", "residual", "norm_weight") if name in seen]
+    named = ("x", "weight", "bias", "x_weight", "x_bias", "residual", "norm_weight")
+    floats = [name for name in named if name in seen]
     dtype = check_same_dtype(call, {name: seen[name] for name in floats}, _DTYPES)
     x, weight = seen["x"], seen["weight"]
     if len(x.shape) != 2 or len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
@@ -126,17 +142,29 @@ def _common(call: str, views: _Views, eps: float) -> dict[str, Any]:
         raise ParameterError(
             f"{call}: an array does not start on 16 bytes; allowed: a contiguous copy of it"
         )
-    parts = 0
-    if "squares" in seen:
-        check_dtype(call, "squares", seen["squares"], ("fp32",))
-        parts = seen["squares"].shape[0]
-        check_shape(call, "squares", seen["squares"], (parts, m), "[parts, m], here")
+    norm, parts = _of_x(call, seen, m, k)
+    rows = m if norm != "layer" else -(-m // 8) * 8 + 16
     return {
         "m": m, "n": n, "k": k, "dtype": dtype, "eps": eps, "bias": "bias" in seen,
-        "square_parts": parts, "scaled": "squares" in seen,
-        "tokens": next(most for most in TOKENS if most >= m),
+        "parts": parts, "norm": norm, "tokens": next(most for most in TOKENS if most >= rows),
         **{f"{name}_stride": row_step(call, name, seen[name]) for name in ("x", "weight")},
     }  # fmt: skip
+
+
+def _of_x(call: str, seen: Mapping[str, View], m: int, k: int) -> tuple[str, int]:
+    """The norm of x, and how many parts its moments have."""
+    if "moments" not in seen:
+        return "none", 0
+    moments, centered = seen["moments"], "x_bias" in seen
+    check_dtype(call, "moments", moments, ("fp32",))
+    parts = moments.shape[0]
+    shape = (parts, m, 2) if centered else (parts, m)
+    check_shape(call, "moments", moments, shape, "[parts, m], with LayerNorm [parts, m, 2], here")
+    if not centered:
+        return "rms", parts
+    for name in ("x_weight", "x_bias"):
+        check_shape(call, name, seen[name], (k,), "[k], here")
+    return "layer", parts
 
 
 def _tile(call: str, tile: Tile | None, usual: Tile, k: int) -> Tile:
@@ -151,7 +179,7 @@ def _params(spec: Any, problem: Problem) -> dict[str, Any]:
 
 
 def _check_linear(
-    views: _Views, activation: str, gate: bool, eps: float, normed: bool, tile: Tile | None
+    views: _Views, activation: str, gate: bool, eps: float, leaves: str, tile: Tile | None
 ) -> Request:
     call = "streamed_linear"
     problem = {**_common(call, views, eps), "activation": activation, "gate": gate}
@@ -161,18 +189,22 @@ def _check_linear(
     residual, norm_weight = views["residual"], views["norm_weight"]
     usual = tile_for(problem["n"], problem["k"])
     problem |= {
-        "n": n, "out_stride": n, "residual": residual is not None, "normed": normed,
+        "n": n, "out_stride": n, "residual": residual is not None, "leaves": leaves,
         "residual_stride": 0 if residual is None else row_step(call, "residual", residual),
         "tile": _tile(call, tile, usual, problem["k"]),
     }  # fmt: skip
     if residual is not None:
         check_shape(call, "residual", residual, (m, n), "[m, n], here")
     outputs = {"out": Output((m, n), problem["dtype"])}
-    if normed:
+    if leaves != "none":
         assert norm_weight is not None
+        rows = problem["tile"][0]
         check_shape(call, "norm_weight", norm_weight, (n,), "[n], here")
+        if leaves == "layer" and n % rows:
+            raise ParameterError(f"{call}: {n} columns; allowed: a multiple of {rows}, for a norm")
         outputs["scaled_out"] = Output((m, n), problem["dtype"])
-        outputs["squares_out"] = Output((-(-n // problem["tile"][0]), m), "fp32")
+        pair = (2,) if leaves == "layer" else ()
+        outputs["moments_out"] = Output((-(-n // rows), m, *pair), "fp32")
     return Request(views, outputs, (Launch(LINEAR, _params(LINEAR, problem), problem),))
 
 
@@ -205,18 +237,18 @@ def _check_append(
     return Request(views, {"out_q": out}, (Launch(APPEND, _params(APPEND, problem), problem),))
 
 
-_INPUTS = ("x", "weight", "bias", "squares")
-_OPTIONAL = ("bias", "squares", "residual", "norm_weight")
-_LINEAR, _NORMED = (
+_INPUTS = ("x", "weight", "bias", "moments", "x_weight", "x_bias")
+_OPTIONAL = _INPUTS[2:]
+_LINEAR, _LEAVING = (
     Op(
         "streamed_linear", inputs=(*_INPUTS, "residual", "norm_weight"), outputs=outputs,
-        check=_check_linear, optional=_OPTIONAL,
+        check=_check_linear, optional=(*_OPTIONAL, "residual", "norm_weight"),
     )
-    for outputs in (("out",), ("out", "scaled_out", "squares_out"))
+    for outputs in (("out",), ("out", "scaled_out", "moments_out"))
 )  # fmt: skip
 _APPEND = Op(
     "streamed_append",
     inputs=(*_INPUTS, "slot_mapping", "positions", "table", "k_pages", "v_pages"),
-    outputs=("out_q",), check=_check_append,
-    optional=("bias", "squares", "positions", "table"), written=("k_pages", "v_pages"),
+    outputs=("out_q",), check=_check_append, optional=(*_OPTIONAL, "positions", "table"),
+    written=("k_pages", "v_pages"),
 )  # fmt: skip

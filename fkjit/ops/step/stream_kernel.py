@@ -3,7 +3,7 @@ kernel is over.
 
 A problem has m, n, k (with a gate the weight has 2 n rows), dtype, x_stride, weight_stride
 (elements), bias, activation, gate, and of `streamed_linear` residual, residual_stride, out_stride,
-square_parts, eps; of `streamed_append` what `normed_append` has.
+parts, eps; of `streamed_append` what `normed_append` has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fkjit.runtime.tensor_map import TensorMap
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, Work, register
 from fkjit.spec import size_class
 
-TOKENS = (16, 32, 48, 64)  # there is room for
+TOKENS = (16, 32, 48, 64, 80)  # there is room for; with LayerNorm 16 of them are its own
 BLOCK_K = 64  # of a stage
 _WARPS = 6  # four that multiply, two that fetch
 _X_BYTES = 32 << 10  # of shared memory, for x
@@ -31,9 +31,10 @@ TILES: tuple[Tile, ...] = tuple(
     for room in (HALF, WHOLE) for rows in (_NARROW, _WIDE) for cluster in CLUSTERS
 )  # fmt: skip
 
+NORMS = ("none", "rms", "layer")
 _FREE = (
     Param("tokens", TOKENS, "what rows of x are padded to"),
-    Param("scaled", (False, True), "each row of sums is times its rstd"),
+    Param("norm", NORMS, "of x, which is times the norm's weight"),
     Param("tile", TILES, "rows of the weight, blocks that share its k, KB for it", tunable=True),
 )
 _DTYPE = Param("dtype", ("bf16", "fp16"), "element type of all arrays")
@@ -60,7 +61,7 @@ def _shared(params: Params) -> SharedLayout:
     rows, tokens = params["tile"][0], params["tokens"]
     return [
         ("weight", of_weight * rows * BLOCK_K * 2), ("x", of_x * tokens * BLOCK_K * 2),
-        ("mbarriers", 16 * (of_weight + of_x)), ("factors", 4 * tokens),
+        ("mbarriers", 16 * (of_weight + of_x)), ("factors", 8 * tokens),
     ]  # fmt: skip
 
 
@@ -70,7 +71,7 @@ def _derive(params: Params) -> dict[str, Any]:
     return {
         **epilogue.values("none" if append else params["activation"]),
         **{"append": append, "rope": params.get("rope", False), "gate": params.get("gate", False)},
-        "normed": params.get("normed", False), "rows": params["tile"][0],
+        "leaves": params.get("leaves", "none"), "rows": params["tile"][0],
         "cluster": params["tile"][1], "weight_stages": of_weight, "x_stages": of_x,
     }  # fmt: skip
 
@@ -85,11 +86,17 @@ def _maps(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[s
             arrays[name], params["dtype"], (k, count, 1, 1), (step, 0, 0), (BLOCK_K, box, 1, 1)
         )
 
-    return {"weight_map": made("weight", wide, part), "x_map": made("x", m, rows), "x_rows": rows}
+    found = {"weight_map": made("weight", wide, part), "x_map": made("x", m, rows)}
+    if params["norm"] == "layer":
+        for name, array in (("norm_map", "x_weight"), ("norm_bias_map", "x_bias")):
+            found[name] = TensorMap(
+                arrays[array], params["dtype"], (k, 1, 1, 1), (2 * k, 0, 0), (BLOCK_K, 1, 1, 1)
+            )
+    return {**found, "x_rows": rows}
 
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("m", "n", "k", "square_parts", "eps", "residual_stride", "out_stride")
+    names = ("m", "n", "k", "parts", "eps", "residual_stride", "out_stride")
     none = dict.fromkeys(("bias", "residual", "positions", "table"))
     said = {name: problem[name] for name in names if name in problem}
     return {**none, **arrays, **said, **_maps(params, problem, arrays)}
@@ -103,7 +110,7 @@ def _illegal(params: Params) -> str | None:
     rows, tokens = params["tile"][0], params["tokens"]
     if (params["activation"], params["gate"]) not in epilogue.SHIPPED:
         return "has no such epilogue"
-    if params["normed"] and (params["gate"] or params["activation"] != "none"):
+    if params["leaves"] != "none" and (params["gate"] or params["activation"] != "none"):
         return "has no norm behind an activation"
     return _no_room(rows, tokens)
 
@@ -140,23 +147,24 @@ _COMMON: Mapping[str, Any] = {
     "shape_class": lambda p: {"m": size_class(p["m"], TOKENS[-1]), "n": p["n"], "k": p["k"]},
     "work": Work(flops=_flops, bytes=_bytes, interpreter_flops=2e8),
 }
-_PLAIN: Mapping[str, Any] = {"dtype": "bf16", "tokens": 16, "scaled": False, "tile": TILES[2]}
-_LINEAR_PLAIN = {**_PLAIN, "activation": "none", "gate": False, "normed": False}
+_PLAIN: Mapping[str, Any] = {"dtype": "bf16", "tokens": 16, "norm": "none", "tile": (64, 4, HALF)}
+_LINEAR_PLAIN = {**_PLAIN, "activation": "none", "gate": False, "leaves": "none"}
 # What is compiled ahead: each feature, each kind of tile.
 _LINEAR_AHEAD = tuple(
     {**_LINEAR_PLAIN, **more}
     for more in (
-        {}, {"normed": True, "tile": (64, 8, HALF)}, {"normed": True, "tokens": 64},
-        {"activation": "silu", "gate": True, "scaled": True, "tile": (128, 1, HALF)},
-        {"activation": "silu", "gate": True, "scaled": True, "tile": (128, 1, WHOLE), "tokens": 64},
+        {}, {"leaves": "rms", "tile": (64, 8, HALF)}, {"leaves": "rms", "tokens": 64},
+        {"activation": "silu", "gate": True, "norm": "rms", "tile": (128, 1, HALF)},
+        {"activation": "silu", "gate": True, "norm": "rms", "tile": (128, 1, WHOLE), "tokens": 64},
         {"activation": "gelu_tanh", "dtype": "fp16", "tokens": 32, "tile": (64, 2, HALF)},
-        {"tokens": 48, "tile": (128, 2, HALF)},
+        {"tokens": 48, "tile": (128, 2, HALF), "leaves": "layer"},
+        {"tokens": 80, "norm": "layer", "activation": "gelu_tanh", "tile": (64, 2, HALF)},
     )
 )  # fmt: skip
 _APPEND_AHEAD = tuple(
     {**_PLAIN, "rope": True, **more}
     for more in (
-        {"scaled": True, "tile": (64, 2, HALF)}, {"rope": False, "tokens": 64},
+        {"norm": "rms", "tile": (64, 2, HALF)}, {"rope": False, "tokens": 32, "norm": "layer"},
         {"dtype": "fp16", "tile": (128, 1, HALF)},
     )
 )  # fmt: skip
@@ -166,7 +174,7 @@ LINEAR_FIELDS: dict[str, Any] = {
     "doc": "up to 64 rows: a product whose weight comes before the previous kernel is over",
     "params": (
         _DTYPE, *epilogue.PARAMS,
-        Param("normed", (False, True), "the next norm's squares and its weight times out come too"),
+        Param("leaves", NORMS, "of out: moments of it, and the norm's weight times out, come too"),
         *_FREE,
     ),
     "arguments": _arguments,
