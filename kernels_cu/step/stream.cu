@@ -73,8 +73,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
                 //% endif
                 const elem_t* __restrict__ bias,               // [n], with GATE [2 n], or null
                 //% if norm != "none"
-                const float* moments,  // [parts, m], with CENTERED [parts, m, 2]
-                const int parts, const float eps,
+                const float* moments,  // [parts, m], with CENTERED [parts, m, 2], of x's rows
                 //% endif
                 //% if append
                 const int* __restrict__ slot_mapping,  // [m]
@@ -82,19 +81,25 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
                 const float* __restrict__ table,       // [table_rows, head_dim]
                 elem_t* __restrict__ k_pages, elem_t* __restrict__ v_pages,
                 elem_t* __restrict__ out_q,  // [m, heads_q, head_dim]
-                const int k_page_step, const int k_head_step, const int k_token_step,
-                const int v_page_step, const int v_head_step, const int v_token_step,
-                const u32 num_slots, const int page_log2, const int position_words,
-                const int table_rows, const int heads_q, const int heads_kv, const int head_dim,
                 //% else
                 const elem_t* residual,  // [m, n], or null
                 elem_t* out,             // [m, n]
-                const i64 residual_stride, const i64 out_stride,
                 //% endif
                 //% if leaves != "none"
                 const elem_t* __restrict__ norm_weight,  // [n]
                 elem_t* __restrict__ scaled_out,         // [m, n]
                 float* __restrict__ moments_out,         // [tiles, m], or [tiles, m, 2]
+                //% endif
+                //% if norm != "none"
+                const int parts, const float eps,
+                //% endif
+                //% if append
+                const int k_page_step, const int k_head_step, const int k_token_step,
+                const int v_page_step, const int v_head_step, const int v_token_step,
+                const u32 num_slots, const int page_log2, const int position_words,
+                const int table_rows, const int heads_q, const int heads_kv, const int head_dim,
+                //% else
+                const i64 residual_stride, const i64 out_stride,
                 //% endif
                 const int m,       // 1..TOKENS
                 const int x_rows,  // m rounded up to 8
