@@ -14,6 +14,7 @@ from fkjit.models.decoder import CHUNK, LONGEST, PAGE_SIZE
 from fkjit.models.plan import StepPlan, fits, model_of, usual
 from fkjit.models.quantized import described, keeper
 from fkjit.ops.step.call import Norm, prepare_append, prepare_linear
+from fkjit.ops.step import stream
 from fkjit.ops.step.whole import LAYER_WORDS, Arrays
 from fkjit.ops.step.whole import prepare as prepare_whole
 from fkjit.runtime import abstract
@@ -26,6 +27,8 @@ _SLOTS = "kv_slots"  # one variant, whatever it is called with
 _OWN = {
     "normed_append": prepare_append,
     "normed_linear": prepare_linear,
+    "streamed_append": stream.prepare_append,
+    "streamed_linear": stream.prepare_linear,
     "decode_step": prepare_whole,
 }  # fmt: skip  (not public)
 _PLAN = StepPlan()
@@ -112,6 +115,9 @@ class _Maker:
         """All but attention, of so many tokens."""
         _, out, _, down = self.model.products().values()
         stream = self.array(rows, self.model.hidden)
+        if plan.streamed:
+            yield from self._streamed(rows)
+            return
         yield self.product(rows, *out, residual=stream, impl=plan.out)
         yield self.product(rows, *down, residual=stream, impl=plan.down)
         fused = plan.fused and fits(self.model, rows, self.scheme is not None)
@@ -132,6 +138,31 @@ class _Maker:
             array(rows, longest, dtype="int32"), all_rows, all_rows, pages, None,
         )  # fmt: skip
         return Call("decode_step", (arrays, model_of(model, "nhd", PAGE_SIZE)), {})
+
+    def _streamed(self, rows: int) -> Iterator[Call]:
+        """A layer whose products fetch their weight early; before the first one comes a norm, and
+        behind the last one none that counts."""
+        model, array, learned = self.model, self.array, self.model.theta is None
+        qkv, out, up, down = model.products().values()
+        vector, x, places = array(model.hidden), array(rows, model.hidden), array(
+            rows, dtype="int32")  # fmt: skip
+        norm = Norm(vector, vector if learned else None, model.eps)
+        table = None if learned else array(LONGEST, model.head_dim, dtype="fp32")
+        scaled = stream.Scaled(x, array(1, rows, *((2,) if learned else ()), dtype="fp32"), norm)
+        qkv_bias = self.bias(qkv[0], model.model_type == "qwen2")
+        yield self.norm(rows, model.hidden)
+        for inner in (x, scaled):
+            yield Call(
+                "streamed_append",
+                (inner, array(*qkv), qkv_bias, self.pages, places,
+                 None if table is None else places, table),
+                {"heads_q": model.heads_q},
+            )  # fmt: skip
+        for (n, k), behind in ((out, norm), (down, norm), (down, None)):
+            arrays = (array(rows, k), array(n, k), self.bias(n), x, behind)
+            yield Call("streamed_linear", arrays, {})
+        said = {"activation": model.activation, "gate": model.gated}
+        yield Call("streamed_linear", (scaled, array(*up), self.bias(up[0]), None, None), said)
 
     def _five(self, rows: int) -> Iterator[Call]:
         """What a layer of five launches has of its own."""

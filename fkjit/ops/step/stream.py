@@ -61,13 +61,31 @@ def streamed_linear(
     Returns: [m, n]; with a norm also the same as `Scaled`.
     Raises ParameterError, ArgumentTypeError: shapes, strides, dtypes.
     """
-    x, of_norm, eps = _taken(x)
-    options = (activation or "none", gate, eps, _kind(norm), tile)
-    arrays = (x, weight, bias, *of_norm, residual)
+    op, arrays, options = _linear_call(x, weight, bias, activation, gate, residual, norm, tile)
     if norm is None:
-        return _LINEAR((*arrays, None), (), options)
-    out, *scaled = _LEAVING((*arrays, norm.weight), (), options)
+        return op(arrays, (), options)
+    out, *scaled = op(arrays, (), options)
     return out, Scaled(*scaled, norm)
+
+
+def prepare_linear(
+    x: Any, weight: Any, bias: Any, residual: Any, norm: Norm | None, *,
+    activation: str | None = None, gate: bool = False,
+) -> None:  # fmt: skip
+    """Compile and load what `streamed_linear` with the same arguments needs; launches nothing."""
+    call = _linear_call(x, weight, bias, activation, gate, residual, norm, None)
+    call[0].prepare(*call[1:])
+
+
+def _linear_call(
+    x: Any, weight: Any, bias: Any, activation: str | None, gate: bool, residual: Any,
+    norm: Norm | None, tile: Tile | None,
+) -> tuple[Op, tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
+    x, of_norm, eps = _taken(x)
+    weight_behind = None if norm is None else norm.weight
+    arrays = (x, weight, bias, *of_norm, residual, weight_behind)
+    options = (activation or "none", gate, eps, _kind(norm), tile)
+    return _LINEAR if norm is None else _LEAVING, arrays, options
 
 
 def streamed_append(
@@ -86,6 +104,17 @@ def streamed_append(
     x, of_norm, eps = _taken(x)
     arrays = (x, weight, bias, *of_norm, slot_mapping, positions, table, *held.arrays[:2])
     return _APPEND(arrays, (), (heads_q, held.layout, eps, tile))
+
+
+def prepare_append(
+    x: Any, weight: Any, bias: Any, cache: Any, slot_mapping: Any, positions: Any, table: Any, *,
+    heads_q: int,
+) -> None:  # fmt: skip
+    """As `prepare_linear`, for `streamed_append`."""
+    held = planes("streamed_append", cache, 0, None)
+    x, of_norm, eps = _taken(x)
+    arrays = (x, weight, bias, *of_norm, slot_mapping, positions, table, *held.arrays[:2])
+    _APPEND.prepare(arrays, (heads_q, held.layout, eps, None))
 
 
 def _kind(norm: Norm | None) -> str:
