@@ -29,6 +29,8 @@ MISSING: dict[str, str] = {
     "linear_flagged": "a part of parallel products: bench distributed measures whole ones",
     "normed_append": "a part of decode steps: bench.models.decode measures whole ones",
     "normed_linear": "a part of decode steps: bench.models.decode measures whole ones",
+    "streamed_append": "a part of decode steps: bench.models.decode measures whole ones",
+    "streamed_linear": "a part of decode steps: bench.models.decode measures whole ones",
 }
 
 

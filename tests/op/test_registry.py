@@ -58,6 +58,8 @@ KERNELS = [
     "quantized_linear.mma",
     "normed_linear.gemv",
     "normed_append.gemv",
+    "streamed_linear.stream",
+    "streamed_append.stream",
     "decode_step.whole",
     "moe_route.lanes",
     "moe_regroup.grid",
