@@ -23,13 +23,14 @@ from fkjit.ops.kv.rope_append import rope_kv_append
 from fkjit.ops.norm.call import layer_norm, rms_norm
 from fkjit.ops.op import torch_ops
 from fkjit.ops.step.call import Norm, normed_append, normed_linear
+from fkjit.ops.step.logits import streamed_logits
 
 _PLAN = StepPlan()
 Attend = Callable[[Any, int], Any]  # q [tokens, heads, head_dim] and the layer -> the same shape
 
 
 class Fused(NamedTuple):
-    """What fewer launches a layer take. table: of `fkjit.rope_table`; None: nothing turns."""
+    """What five launches a layer take. table: of `fkjit.rope_table`; None: nothing turns."""
 
     table: Any
 
@@ -56,16 +57,11 @@ class Network:
         """The residual stream [tokens, hidden] behind the last layer.
 
         tokens, positions: [tokens], whole numbers. slots: [tokens] int32 of `cache`, where keys and
-        values of each token go before `attend` is called. fused: fewer launches a layer, where
-        `fits` or `streams` says so; None: eight.
+        values of each token go before `attend` is called. fused: five launches a layer, where
+        `fits` says so; None: eight.
         """
-        torch, weights = torch_ops.torch_seen(), self.weights
-        stream = torch.nn.functional.embedding(tokens, weights.embedding)
-        if weights.positions is not None:
-            stream = stream + torch.nn.functional.embedding(positions, weights.positions)
-        if plan.streamed and fused is not None:
-            return self._streamed(stream, Places(cache, slots, positions, fused.table), attend)
-        for number, layer in enumerate(weights.layers):
+        stream = self._embedded(tokens, positions)
+        for number, layer in enumerate(self.weights.layers):
             if fused is None:
                 heads = linear(self._norm(stream, layer.norm), *layer.qkv, impl=plan.qkv)
                 q = self._append(layer, number, heads, positions, slots, cache)
@@ -81,14 +77,24 @@ class Network:
             stream = linear(inner, *layer.down, residual=stream, impl=plan.down)
         return stream
 
-    def _streamed(self, stream: Any, places: Places, attend: Attend) -> Any:
+    def streamed(self, tokens: Any, places: Places, attend: Attend, out: Any) -> Any:
+        """fp32 logits [tokens, vocabulary] to `out`, by products that fetch their weight early,
+        where `streams` says so; what `pick_largest` takes of them."""
         layers, made = self.weights.layers, StreamedLayers(self.config)
-        following = [one.norm for one in layers[1:]]
+        following = [*(one.norm for one in layers[1:]), self.weights.norm]
+        stream = self._embedded(tokens, places.positions)
         at = Residual(stream, self._norm(stream, layers[0].norm))
-        for number, (layer, behind) in enumerate(zip(layers, [*following, None], strict=True)):
+        for number, (layer, behind) in enumerate(zip(layers, following, strict=True)):
             attended = attend(made.queries(at, layer, number, places), number).flatten(1)
             at = made.behind(at, attended, layer, behind)
-        return at.stream
+        return streamed_logits(at.inner, self.weights.head, out)[1]
+
+    def _embedded(self, tokens: Any, positions: Any) -> Any:
+        torch, weights = torch_ops.torch_seen(), self.weights
+        stream = torch.nn.functional.embedding(tokens, weights.embedding)
+        if weights.positions is None:
+            return stream
+        return stream + torch.nn.functional.embedding(positions, weights.positions)
 
     def _inner(self, layer: Layer, stream: Any, plan: StepPlan, fused: Fused | None) -> Any:
         """What the product down takes."""

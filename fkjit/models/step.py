@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 from fkjit.errors import ParameterError
 from fkjit.models import plan as plans
-from fkjit.models.network import Fused, Network
+from fkjit.models.network import Attend, Fused, Network
 from fkjit.models.plan import StepPlan
 from fkjit.models.sampling import GREEDY, Logits, pick
 from fkjit.models.slots import Slots, State
+from fkjit.models.streamed import Places
 from fkjit.models.whole_step import WholeStep, has_whole
 from fkjit.ops.attention.decode.call import paged_attention
 from fkjit.ops.kv.cache import PagedKVCache
@@ -17,6 +18,7 @@ from fkjit.ops.kv.slots import kv_slots
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.request import arch_of
 from fkjit.ops.rope.frequencies import rope_table
+from fkjit.ops.step.logits import pick_largest
 from fkjit.runtime import pdl, workspace
 from fkjit.runtime.interop import view
 
@@ -109,7 +111,9 @@ class Steps:
             return paged_attention(q, cache, rows=state.rows, layer=layer, window=window)
 
         slots = kv_slots(cache, state.rows)
-        fused = self._fused() if self._has_fewer(size, plan) else None
+        if plan.streamed and self._streams(size):
+            return self._run_streamed(state, slots, attend, mode)
+        fused = self._fused() if plan.fused and network.fits(size) else None
         stream = network.hidden(state.tokens, state.positions, slots, cache, attend, plan, fused)
         logits = network.logits(stream, out=self._logits.rows(size), plan=plan)
         self._pick(state, logits, mode, self._logits.largest(size))
@@ -165,12 +169,17 @@ class Steps:
             for own, was in zip((state.tokens, state.positions, state.rows), kept, strict=True):
                 own.copy_(was)
 
-    def _has_fewer(self, size: int, plan: StepPlan) -> bool:
-        """Whether a layer has fewer launches than eight."""
-        if plan.streamed:
-            seen = view(self.network.weights.embedding, "Decoder", "weights")
-            return self.network.streams(size, arch_of(seen))
-        return plan.fused and self.network.fits(size)
+    def _streams(self, size: int) -> bool:
+        seen = view(self.network.weights.embedding, "Decoder", "weights")
+        return self.network.streams(size, arch_of(seen))
+
+    def _run_streamed(self, state: State, slots: Any, attend: Attend, mode: str) -> None:
+        logits, greedy = self._logits.rows(len(state.tokens)), mode == GREEDY
+        places = Places(self.cache, slots, state.positions, self._fused().table)
+        largest = self.network.streamed(state.tokens, places, attend, logits)
+        best = pick_largest(largest, state.tokens, state.positions, state.active, greedy)
+        if not greedy:
+            self._pick(state, logits, mode, best)
 
     def _whole(self) -> WholeStep:
         if self._one_launch is None:

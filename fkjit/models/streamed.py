@@ -21,7 +21,8 @@ class Residual(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a step's tokens are: in the cache, and for RoPE. table: None, nothing turns."""
+    """Where a step's tokens are: in the cache, and for RoPE of `fkjit.rope_table`; table None:
+    nothing turns."""
 
     cache: Any
     slots: Any
@@ -44,16 +45,13 @@ class StreamedLayers:
             heads_q=self.config.heads_q, layer=number,
         )  # fmt: skip
 
-    def behind(self, at: Residual, attended: Any, layer: Layer, following: Affine | None
-               ) -> Residual:  # fmt: skip
-        """What attention's outcome becomes. following: the norm behind the layer, if it counts."""
+    def behind(self, at: Residual, attended: Any, layer: Layer, following: Affine) -> Residual:
+        """What attention's outcome becomes. following: the norm behind the layer."""
         said = {"activation": self.config.activation, "gate": self.config.gated}
         at = self._added(attended, layer.out, at.stream, layer.mlp_norm)
         inner = streamed_linear(at.inner, *layer.up, **said)
         return self._added(inner, layer.down, at.stream, following)
 
-    def _added(self, x: Any, product: Affine, stream: Any, norm: Affine | None) -> Residual:
-        if norm is None:
-            return Residual(streamed_linear(x, *product, residual=stream), None)
+    def _added(self, x: Any, product: Affine, stream: Any, norm: Affine) -> Residual:
         behind = Norm(*norm, self.config.eps)
         return Residual(*streamed_linear(x, *product, residual=stream, norm=behind))

@@ -15,6 +15,7 @@ from fkjit.models.plan import StepPlan, fits, model_of, usual
 from fkjit.models.quantized import described, keeper
 from fkjit.ops.step.call import Norm, prepare_append, prepare_linear
 from fkjit.ops.step import stream
+from fkjit.ops.step.logits import prepare_logits, prepare_pick
 from fkjit.ops.step.whole import LAYER_WORDS, Arrays
 from fkjit.ops.step.whole import prepare as prepare_whole
 from fkjit.runtime import abstract
@@ -29,6 +30,8 @@ _OWN = {
     "normed_linear": prepare_linear,
     "streamed_append": stream.prepare_append,
     "streamed_linear": stream.prepare_linear,
+    "streamed_logits": prepare_logits,
+    "pick_largest": prepare_pick,
     "decode_step": prepare_whole,
 }  # fmt: skip  (not public)
 _PLAN = StepPlan()
@@ -140,8 +143,7 @@ class _Maker:
         return Call("decode_step", (arrays, model_of(model, "nhd", PAGE_SIZE)), {})
 
     def _streamed(self, rows: int) -> Iterator[Call]:
-        """A layer whose products fetch their weight early; before the first one comes a norm, and
-        behind the last one none that counts."""
+        """A step whose products fetch their weight early, all but attention."""
         model, array, learned = self.model, self.array, self.model.theta is None
         qkv, out, up, down = model.products().values()
         vector, x, places = array(model.hidden), array(rows, model.hidden), array(
@@ -158,11 +160,15 @@ class _Maker:
                  None if table is None else places, table),
                 {"heads_q": model.heads_q},
             )  # fmt: skip
-        for (n, k), behind in ((out, norm), (down, norm), (down, None)):
-            arrays = (array(rows, k), array(n, k), self.bias(n), x, behind)
+        for n, k in (out, down):
+            arrays = (array(rows, k), array(n, k), self.bias(n), x, norm)
             yield Call("streamed_linear", arrays, {})
         said = {"activation": model.activation, "gate": model.gated}
         yield Call("streamed_linear", (scaled, array(*up), self.bias(up[0]), None, None), said)
+        yield Call("streamed_logits", (scaled, array(model.vocabulary, model.hidden)), {})
+        tiles = -(-model.vocabulary // stream.tile_for(model.vocabulary, model.hidden)[0])
+        tokens, largest = array(rows, dtype="int64"), array(tiles, rows, 2, dtype="int32")
+        yield Call("pick_largest", (largest, tokens, places, places), {})
 
     def _five(self, rows: int) -> Iterator[Call]:
         """What a layer of five launches has of its own."""

@@ -39,6 +39,7 @@ KERNELS = (
     "quantize.kernels_bytes",
     "step.kernels",
     "step.stream_kernel",
+    "step.logits",
     "step.whole_kernel",
     "moe.route",
     "moe.regroup",

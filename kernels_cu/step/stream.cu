@@ -1,6 +1,7 @@
 /* A product of a decode step of up to 64 sequences, on sm_90 (sm_90a):
 
      out = activation(x weight^T + bias) [* up] + residual                                   [m, n]
+     or, HEAD: out is fp32, and of each tile and row its largest column comes, too
      or, APPEND: the heads of q, k and v = x weight^T + bias; those of q and k turned by RoPE; q to
      out_q, k and v to the tokens' slots in a paged KV cache (step/qkv_append.cuh)
 
@@ -37,10 +38,14 @@
 //% if append
 #include "step/qkv_append.cuh"
 //% endif
+//% if head
+#include "step/largest.cuh"
+//% endif
 
 using elem_t = ${dtype};
+using out_t = ${"float" if head else dtype};
 using Activation = ${activation};
-constexpr bool GATE = ${gate}, APPEND = ${append}, ROPE = ${rope};
+constexpr bool GATE = ${gate}, HEAD = ${head}, APPEND = ${append}, ROPE = ${rope};
 constexpr bool NORM = ${norm != "none"}, CENTERED = ${norm == "layer"};      // of x
 constexpr bool LEAVES = ${leaves != "none"}, LEAVES_MEAN = ${leaves == "layer"};  // for out's
 constexpr int TOKENS = ${tokens};    // rows of x, padded, and what stands behind them
@@ -54,7 +59,7 @@ constexpr int QUADS = (APPEND ? ROWS / 2 : OUTPUTS) / 4;  // threads that share 
 constexpr int PASS = THREADS / QUADS;
 static_assert(ROWS % 64 == 0 && TOKENS % 16 == 0, "wgmma's rows and columns");
 static_assert(WARP_SIZE % QUADS == 0, "a row's threads are of one warp");
-static_assert(!(GATE && (APPEND || LEAVES)) && !(APPEND && LEAVES), "one way out");
+static_assert(GATE + HEAD + APPEND + LEAVES <= 1, "one way out");
 
 using Rings = StreamRings<ROWS, TOKENS, W_STAGES, X_STAGES, GUARD>;
 using Sums = StreamSums<ROWS, TOKENS, CLUSTER>;
@@ -83,7 +88,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
                 elem_t* __restrict__ out_q,  // [m, heads_q, head_dim]
                 //% else
                 const elem_t* residual,  // [m, n], or null
-                elem_t* out,             // [m, n]
+                out_t* out,              // [m, n]
+                //% endif
+                //% if head
+                u32* __restrict__ largest,  // [tiles, m, 2]: values, and columns
                 //% endif
                 //% if leaves != "none"
                 const elem_t* __restrict__ norm_weight,  // [n]
@@ -160,7 +168,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   for (int base = 0; base < ceil_div(m, CLUSTER); base += PASS) {
     const int row = (base + static_cast<int>(threadIdx.x) / QUADS) * CLUSTER + rank;
     const int quad = threadIdx.x % QUADS * 4, column = first + quad;
-    const bool there = row < m && column < n;
+    const bool there = row < m && column < n;  // of a head perhaps not all four
     const float factor = NORM && there ? factors[row] : 1.f;
     const float shift = CENTERED && there ? -means[row] : 0.f;
     const auto sum_of = [&](int place, int of_bias) {
@@ -201,8 +209,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
         y.x *= up.x, y.y *= up.y, y.z *= up.z, y.w *= up.w;
       }
       if (residual != nullptr) add_four(y, load_four(residual + row * residual_stride + column));
-      *reinterpret_cast<uint2*>(out + row * out_stride + column) = pack_four<elem_t>(y);
+      store_four(out + row * out_stride + column, y, HEAD ? n - column : 4);
     }
+    //% endif
+    //% if head
+    Largest best;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (there && column + i < n) best.see(reinterpret_cast<const float*>(&y)[i], column + i);
+    best = best.of_lanes<QUADS>();
+    if (row < m && quad == 0) best.store(largest, tile * m + row);
     //% endif
     //% if leaves != "none"
     const uint2 bits = pack_four<elem_t>(y);

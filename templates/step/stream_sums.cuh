@@ -17,6 +17,20 @@ template <typename T>
 __device__ __forceinline__ uint2 pack_four(const float4& x) {
   return make_uint2(pack2<T>(x.x, x.y), pack2<T>(x.z, x.w));
 }
+// The first `left` of four, on their alignment.
+template <typename T>
+__device__ __forceinline__ void store_four(T* target, const float4& x, int) {
+  *reinterpret_cast<uint2*>(target) = pack_four<T>(x);
+}
+__device__ __forceinline__ void store_four(float* target, const float4& x, int left) {
+  if (left >= 4) {
+    *reinterpret_cast<float4*>(target) = x;
+  } else {
+    target[0] = x.x;
+    if (left > 1) target[1] = x.y;
+    if (left > 2) target[2] = x.z;
+  }
+}
 __device__ __forceinline__ void add_four(float4& a, const float4& b, float times = 1.f) {
   a.x += b.x * times, a.y += b.y * times, a.z += b.z * times, a.w += b.w * times;
 }

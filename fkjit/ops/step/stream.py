@@ -81,7 +81,7 @@ def _linear_call(
     x: Any, weight: Any, bias: Any, activation: str | None, gate: bool, residual: Any,
     norm: Norm | None, tile: Tile | None,
 ) -> tuple[Op, tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
-    x, of_norm, eps = _taken(x)
+    x, of_norm, eps = taken(x)
     weight_behind = None if norm is None else norm.weight
     arrays = (x, weight, bias, *of_norm, residual, weight_behind)
     options = (activation or "none", gate, eps, _kind(norm), tile)
@@ -101,7 +101,7 @@ def streamed_append(
     Raises ParameterError, ArgumentTypeError: shapes, strides, dtypes, a cache of fp8 or int8.
     """
     held = planes("streamed_append", cache, layer, None)
-    x, of_norm, eps = _taken(x)
+    x, of_norm, eps = taken(x)
     arrays = (x, weight, bias, *of_norm, slot_mapping, positions, table, *held.arrays[:2])
     return _APPEND(arrays, (), (heads_q, held.layout, eps, tile))
 
@@ -112,7 +112,7 @@ def prepare_append(
 ) -> None:  # fmt: skip
     """As `prepare_linear`, for `streamed_append`."""
     held = planes("streamed_append", cache, 0, None)
-    x, of_norm, eps = _taken(x)
+    x, of_norm, eps = taken(x)
     arrays = (x, weight, bias, *of_norm, slot_mapping, positions, table, *held.arrays[:2])
     _APPEND.prepare(arrays, (heads_q, held.layout, eps, None))
 
@@ -121,7 +121,7 @@ def _kind(norm: Norm | None) -> str:
     return "none" if norm is None else "rms" if norm.bias is None else "layer"
 
 
-def _taken(x: Any) -> tuple[Any, tuple[Any, Any, Any], float]:
+def taken(x: Any) -> tuple[Any, tuple[Any, Any, Any], float]:
     """x as it lies, what the product takes of its norm, and eps."""
     if not isinstance(x, Scaled):
         return x, (None, None, None), 0.0
@@ -144,10 +144,10 @@ def tile_for(n: int, k: int, rows: int | None = None) -> Tile:
 
 # ------------------------------------------------------------------ checks
 
-_Views = Mapping[str, View | None]
+Views = Mapping[str, View | None]
 
 
-def _common(call: str, views: _Views, eps: float) -> dict[str, Any]:
+def common(call: str, views: Views, eps: float) -> dict[str, Any]:
     """What both say of the product: n counts rows of the weight."""
     seen = {name: view for name, view in views.items() if view is not None}
     named = ("x", "weight", "bias", "x_weight", "x_bias", "residual", "norm_weight")
@@ -196,22 +196,22 @@ def _of_x(call: str, seen: Mapping[str, View], m: int, k: int) -> tuple[str, int
     return "layer", parts
 
 
-def _tile(call: str, tile: Tile | None, usual: Tile, k: int) -> Tile:
+def tile_of(call: str, tile: Tile | None, usual: Tile, k: int) -> Tile:
     found = usual if tile is None else tuple(tile)
     if found not in TILES or found[1] > -(-k // BLOCK_K):
         raise ParameterError(f"{call}: tile={tile!r}; allowed: one of {TILES}, k for each block")
     return found
 
 
-def _params(spec: Any, problem: Problem) -> dict[str, Any]:
+def params_of(spec: Any, problem: Problem) -> dict[str, Any]:
     return {param.name: problem[param.name] for param in spec.params}
 
 
 def _check_linear(
-    views: _Views, activation: str, gate: bool, eps: float, leaves: str, tile: Tile | None
+    views: Views, activation: str, gate: bool, eps: float, leaves: str, tile: Tile | None
 ) -> Request:
     call = "streamed_linear"
-    problem = {**_common(call, views, eps), "activation": activation, "gate": gate}
+    problem = {**common(call, views, eps), "activation": activation, "gate": gate}
     n, m = problem["n"] // (2 if gate else 1), problem["m"]
     if (activation, gate) not in SHIPPED or problem["n"] % (16 if gate else 8):
         raise ParameterError(f"{call}: activation={activation!r}, gate={gate} has no kernel")
@@ -220,7 +220,7 @@ def _check_linear(
     problem |= {
         "n": n, "out_stride": n, "residual": residual is not None, "leaves": leaves,
         "residual_stride": 0 if residual is None else row_step(call, "residual", residual),
-        "tile": _tile(call, tile, usual, problem["k"]),
+        "tile": tile_of(call, tile, usual, problem["k"]),
     }  # fmt: skip
     if residual is not None:
         check_shape(call, "residual", residual, (m, n), "[m, n], here")
@@ -234,15 +234,15 @@ def _check_linear(
         outputs["scaled_out"] = Output((m, n), problem["dtype"])
         pair = (2,) if leaves == "layer" else ()
         outputs["moments_out"] = Output((-(-n // rows), m, *pair), "fp32")
-    return Request(views, outputs, (Launch(LINEAR, _params(LINEAR, problem), problem),))
+    return Request(views, outputs, (Launch(LINEAR, params_of(LINEAR, problem), problem),))
 
 
 def _check_append(
-    views: _Views, heads_q: int, layout: str, eps: float, tile: Tile | None
+    views: Views, heads_q: int, layout: str, eps: float, tile: Tile | None
 ) -> Request:
     call = "streamed_append"
     seen = {name: view for name, view in views.items() if view is not None}
-    problem = {**_common(call, views, eps), **check_pages(call, seen, layout)}
+    problem = {**common(call, views, eps), **check_pages(call, seen, layout)}
     heads_kv, dim, m = problem.pop("heads"), problem["head_dim"], problem["m"]
     pages = {name: seen[name] for name in ("k_pages", "v_pages")}
     check_same_dtype(call, {"x": seen["x"], **pages})
@@ -253,7 +253,7 @@ def _check_append(
         )
     check_indices(call, seen, m, dim)
     usual = tile_for(problem["n"], problem["k"], dim)
-    found = _tile(call, tile, usual, problem["k"])
+    found = tile_of(call, tile, usual, problem["k"])
     if found[0] != dim:
         raise ParameterError(f"{call}: tile={tile!r}; allowed: {dim} rows, as a head has")
     words = 2 if "positions" in seen and seen["positions"].dtype == "int64" else 1
@@ -263,21 +263,21 @@ def _check_append(
         "table_rows": seen["table"].shape[0] if "table" in seen else 0,
     }  # fmt: skip
     out = Output((m, heads_q, dim), problem["dtype"])
-    return Request(views, {"out_q": out}, (Launch(APPEND, _params(APPEND, problem), problem),))
+    return Request(views, {"out_q": out}, (Launch(APPEND, params_of(APPEND, problem), problem),))
 
 
-_INPUTS = ("x", "weight", "bias", "moments", "x_weight", "x_bias")
-_OPTIONAL = _INPUTS[2:]
+INPUTS = ("x", "weight", "bias", "moments", "x_weight", "x_bias")
+_OPTIONAL = INPUTS[2:]
 _LINEAR, _LEAVING = (
     Op(
-        "streamed_linear", inputs=(*_INPUTS, "residual", "norm_weight"), outputs=outputs,
+        "streamed_linear", inputs=(*INPUTS, "residual", "norm_weight"), outputs=outputs,
         check=_check_linear, optional=(*_OPTIONAL, "residual", "norm_weight"),
     )
     for outputs in (("out",), ("out", "scaled_out", "moments_out"))
 )  # fmt: skip
 _APPEND = Op(
     "streamed_append",
-    inputs=(*_INPUTS, "slot_mapping", "positions", "table", "k_pages", "v_pages"),
+    inputs=(*INPUTS, "slot_mapping", "positions", "table", "k_pages", "v_pages"),
     outputs=("out_q",), check=_check_append, optional=(*_OPTIONAL, "positions", "table"),
     written=("k_pages", "v_pages"),
 )  # fmt: skip

@@ -23,7 +23,7 @@ def _rows(params: Params) -> int:
 
 
 def _common(params: Params, m: int, n: int, k: int) -> dict[str, Any]:
-    names = ("dtype", "norm", "leaves", "activation", "gate", "rope")
+    names = ("dtype", "norm", "leaves", "activation", "gate", "rope", "head")
     said = {name: params[name] for name in names if name in params}
     return {**said, "tile": params["tile"], "m": m, "n": n, "k": k, "bias": m % 2 == 1, "x_stride": k + 8,
             "weight_stride": k + 16, "eps": 1e-5, "parts": _PARTS}  # fmt: skip
@@ -163,6 +163,56 @@ def _append_reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     return cases.appended(p, arrays, _product(p, arrays))
 
 
+def _head_problems(params: Params, scale: str) -> list[dict[str, Any]]:
+    """Columns that are no multiple of anything."""
+    rows, cluster, _ = params["tile"]
+    shapes = [(_rows(params) - 3, rows + 21, BLOCK_K * cluster)]
+    if scale == "full":
+        shapes = [(_rows(params), 50257, 768)]
+    return [{**_common(params, m, n, k), "residual_stride": 0, "out_stride": n + -n % 4}
+            for m, n, k in shapes]  # fmt: skip
+
+
+def _head_inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
+    return {name: x for name, x in _inputs(params, p, rng).items() if name != "bias"}
+
+
+def _head_outputs(params: Params, p: Problem) -> Arrays:
+    tiles = -(-p["n"] // p["tile"][0])
+    return {"out": np.full((p["m"], p["out_stride"]), np.nan, np.float32),
+            "largest": np.zeros((tiles, p["m"], 2), np.int32)}  # fmt: skip
+
+
+def _head_reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
+    made = np.full((p["m"], p["out_stride"]), np.nan)
+    made[:, : p["n"]] = _product(p, arrays)
+    return {"out": made}
+
+
+def _pick_problems(params: Params, scale: str) -> list[dict[str, Any]]:
+    return [{"m": m, "tiles": tiles, "advance": advance}
+            for m, tiles, advance in ((5, 700, True), (3, 9, False))]  # fmt: skip
+
+
+def _pick_inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
+    """Values with some that are equal, in one row a NaN."""
+    m, tiles = p["m"], p["tiles"]
+    values = rng.integers(0, 50, (tiles, m)).astype(np.float32)
+    values[tiles // 2, 1] = np.nan
+    columns = (rng.permutation(tiles)[:, None] * 64 + rng.integers(0, 64, (tiles, m)))
+    return {"largest": np.stack([values.view(np.int32), columns.astype(np.int32)], -1),
+            "tokens": np.arange(m), "positions": np.arange(m, dtype=np.int32),
+            "active": np.arange(m, dtype=np.int32) % 2}  # fmt: skip
+
+
+def _pick_reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
+    largest = np.asarray(arrays["largest"])
+    values, columns = largest[..., 0].copy().view(np.float32), largest[..., 1]
+    values = np.where(np.isnan(values), np.inf, values)
+    first = np.where(values == values.max(0), columns, np.iinfo(np.int32).max).min(0)
+    return {"best": first.astype(np.int64)}
+
+
 def _tolerance(params: Params) -> float:
     """Sums of squares of a tile are as large as it is wide."""
     return TOLERANCE[params["dtype"]] * (1 if params.get("leaves", "none") != "none" else 0.25)
@@ -175,4 +225,12 @@ LINEAR = Verification(
 APPEND = Verification(
     problems=_append_problems, inputs=_append_inputs, outputs=cases.append_outputs,
     reference=_append_reference, tolerance=_tolerance,
+)  # fmt: skip
+HEAD = Verification(
+    problems=_head_problems, inputs=_head_inputs, outputs=_head_outputs,
+    reference=_head_reference, tolerance=_tolerance,
+)  # fmt: skip
+PICK = Verification(
+    problems=_pick_problems, inputs=_pick_inputs,
+    outputs=lambda params, p: {"best": np.full(p["m"], -1, np.int64)}, reference=_pick_reference,
 )  # fmt: skip

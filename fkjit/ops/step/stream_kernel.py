@@ -69,9 +69,9 @@ def _derive(params: Params) -> dict[str, Any]:
     append = "rope" in params
     of_weight, of_x = stages(params)
     return {
-        **epilogue.values("none" if append else params["activation"]),
+        **epilogue.values(params.get("activation", "none")),
         **{"append": append, "rope": params.get("rope", False), "gate": params.get("gate", False)},
-        "leaves": params.get("leaves", "none"), "rows": params["tile"][0],
+        "leaves": params.get("leaves", "none"), "head": params.get("head", False), "rows": params["tile"][0],
         "cluster": params["tile"][1], "weight_stages": of_weight, "x_stages": of_x,
     }  # fmt: skip
 
@@ -119,10 +119,6 @@ def _no_room(rows: int, tokens: int) -> str | None:
     return "has more sums than there is room for" if rows * tokens > _WIDE * TOKENS[-1] else None
 
 
-def _append_illegal(params: Params) -> str | None:
-    return _no_room(params["tile"][0], params["tokens"])
-
-
 def _flops(problem: Problem) -> float:
     return 2.0 * problem["m"] * problem["n"] * problem["k"] * (2 if problem.get("gate") else 1)
 
@@ -168,6 +164,10 @@ _APPEND_AHEAD = tuple(
         {"dtype": "fp16", "tile": (128, 1, HALF)},
     )
 )  # fmt: skip
+_HEAD_AHEAD = (
+    {**_PLAIN, "head": True, "norm": "rms", "tile": (128, 1, HALF)},
+    {**_PLAIN, "head": True, "norm": "layer", "tokens": 32, "tile": (64, 1, HALF)},
+)
 LINEAR_FIELDS: dict[str, Any] = {
     **_COMMON,
     "op": "streamed_linear",
@@ -181,6 +181,15 @@ LINEAR_FIELDS: dict[str, Any] = {
     "illegal": _illegal,
     "verification": "fkjit.ops.step.stream_cases:LINEAR",
 }  # fmt: skip
+HEAD_FIELDS: dict[str, Any] = {
+    **_COMMON,
+    "op": "streamed_logits",
+    "doc": "up to 64 rows: such a product with fp32 results, and the largest of each tile's",
+    "params": (_DTYPE, Param("head", (True,), "results are logits"), *_FREE),
+    "arguments": _arguments,
+    "illegal": lambda params: _no_room(params["tile"][0], params["tokens"]),
+    "verification": "fkjit.ops.step.stream_cases:HEAD",
+}  # fmt: skip
 APPEND_FIELDS: dict[str, Any] = {
     **_COMMON,
     "op": "streamed_append",
@@ -189,9 +198,12 @@ APPEND_FIELDS: dict[str, Any] = {
         _DTYPE, Param("rope", (True, False), "whether q and k turn by their positions"), *_FREE,
     ),
     "arguments": _append_arguments,
-    "illegal": _append_illegal,
+    "illegal": lambda params: _no_room(params["tile"][0], params["tokens"]),
     "verification": "fkjit.ops.step.stream_cases:APPEND",
 }  # fmt: skip
-LINEAR, APPEND = KernelSpec(**LINEAR_FIELDS), KernelSpec(**APPEND_FIELDS)
+LINEAR, HEAD, APPEND = (
+    KernelSpec(**fields) for fields in (LINEAR_FIELDS, HEAD_FIELDS, APPEND_FIELDS)
+)
 register(KernelSpec(**LINEAR_FIELDS, ahead=_LINEAR_AHEAD))
+register(KernelSpec(**HEAD_FIELDS, ahead=_HEAD_AHEAD))
 register(KernelSpec(**APPEND_FIELDS, ahead=_APPEND_AHEAD))
