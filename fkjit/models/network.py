@@ -15,6 +15,7 @@ from fkjit.arch import Arch
 from fkjit.models.config import ModelConfig
 from fkjit.models.plan import StepPlan, fits, streams
 from fkjit.models.quantized import has_codes
+from fkjit.models.slots import State
 from fkjit.models.streamed import Places, Residual, StreamedLayers
 from fkjit.models.weights import Affine, Layer, Weights
 from fkjit.ops.gemm.call import linear
@@ -22,6 +23,7 @@ from fkjit.ops.kv.append import kv_append
 from fkjit.ops.kv.rope_append import rope_kv_append
 from fkjit.ops.norm.call import layer_norm, rms_norm
 from fkjit.ops.op import torch_ops
+from fkjit.ops.step.begin import step_begin
 from fkjit.ops.step.call import Norm, normed_append, normed_linear
 from fkjit.ops.step.logits import streamed_logits
 
@@ -77,17 +79,21 @@ class Network:
             stream = linear(inner, *layer.down, residual=stream, impl=plan.down)
         return stream
 
-    def streamed(self, tokens: Any, places: Places, attend: Attend, out: Any) -> Any:
-        """fp32 logits [tokens, vocabulary] to `out`, by products that fetch their weight early,
-        where `streams` says so; what `pick_largest` takes of them."""
-        layers, made = self.weights.layers, StreamedLayers(self.config)
-        following = [*(one.norm for one in layers[1:]), self.weights.norm]
-        stream = self._embedded(tokens, places.positions)
-        at = Residual(stream, self._norm(stream, layers[0].norm))
-        for number, (layer, behind) in enumerate(zip(layers, following, strict=True)):
+    def streamed(self, state: State, cache: Any, table: Any, attend: Attend, out: Any) -> Any:
+        """A step's fp32 logits [tokens, vocabulary] to `out`, by products that fetch their weight
+        early, where `streams` says so; what `pick_largest` takes of them. The cache's lengths count
+        the tokens. table: of `fkjit.rope_table`; None: nothing turns."""
+        weights, made = self.weights, StreamedLayers(self.config)
+        norms = [*(one.norm for one in weights.layers), weights.norm]
+        slots, *begun = step_begin(
+            state.tokens, state.positions, state.rows, weights.embedding, weights.positions,
+            self._as_norm(norms[0]), cache,
+        )  # fmt: skip
+        at, places = Residual(*begun), Places(cache, slots, state.positions, table)
+        for number, (layer, behind) in enumerate(zip(weights.layers, norms[1:], strict=True)):
             attended = attend(made.queries(at, layer, number, places), number).flatten(1)
             at = made.behind(at, attended, layer, behind)
-        return streamed_logits(at.inner, self.weights.head, out)[1]
+        return streamed_logits(at.inner, weights.head, out)[1]
 
     def _embedded(self, tokens: Any, positions: Any) -> Any:
         torch, weights = torch_ops.torch_seen(), self.weights

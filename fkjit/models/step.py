@@ -10,7 +10,6 @@ from fkjit.models.network import Attend, Fused, Network
 from fkjit.models.plan import StepPlan
 from fkjit.models.sampling import GREEDY, Logits, pick
 from fkjit.models.slots import Slots, State
-from fkjit.models.streamed import Places
 from fkjit.models.whole_step import WholeStep, has_whole
 from fkjit.ops.attention.decode.call import paged_attention
 from fkjit.ops.kv.cache import PagedKVCache
@@ -110,9 +109,9 @@ class Steps:
             window = window_of(network, layer)
             return paged_attention(q, cache, rows=state.rows, layer=layer, window=window)
 
-        slots = kv_slots(cache, state.rows)
         if plan.streamed and self._streams(size):
-            return self._run_streamed(state, slots, attend, mode)
+            return self._run_streamed(state, attend, mode)
+        slots = kv_slots(cache, state.rows)
         fused = self._fused() if plan.fused and network.fits(size) else None
         stream = network.hidden(state.tokens, state.positions, slots, cache, attend, plan, fused)
         logits = network.logits(stream, out=self._logits.rows(size), plan=plan)
@@ -173,10 +172,10 @@ class Steps:
         seen = view(self.network.weights.embedding, "Decoder", "weights")
         return self.network.streams(size, arch_of(seen))
 
-    def _run_streamed(self, state: State, slots: Any, attend: Attend, mode: str) -> None:
+    def _run_streamed(self, state: State, attend: Attend, mode: str) -> None:
         logits, greedy = self._logits.rows(len(state.tokens)), mode == GREEDY
-        places = Places(self.cache, slots, state.positions, self._fused().table)
-        largest = self.network.streamed(state.tokens, places, attend, logits)
+        table = self._fused().table
+        largest = self.network.streamed(state, self.cache, table, attend, logits)
         best = pick_largest(largest, state.tokens, state.positions, state.active, greedy)
         if not greedy:
             self._pick(state, logits, mode, best)

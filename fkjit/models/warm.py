@@ -13,6 +13,7 @@ from fkjit.models.config import ModelConfig
 from fkjit.models.decoder import CHUNK, LONGEST, PAGE_SIZE
 from fkjit.models.plan import StepPlan, fits, model_of, usual
 from fkjit.models.quantized import described, keeper
+from fkjit.ops.step.begin import prepare as prepare_begin
 from fkjit.ops.step.call import Norm, prepare_append, prepare_linear
 from fkjit.ops.step import stream
 from fkjit.ops.step.logits import prepare_logits, prepare_pick
@@ -28,6 +29,7 @@ _SLOTS = "kv_slots"  # one variant, whatever it is called with
 _OWN = {
     "normed_append": prepare_append,
     "normed_linear": prepare_linear,
+    "step_begin": prepare_begin,
     "streamed_append": stream.prepare_append,
     "streamed_linear": stream.prepare_linear,
     "streamed_logits": prepare_logits,
@@ -152,22 +154,27 @@ class _Maker:
         table = None if learned else array(LONGEST, model.head_dim, dtype="fp32")
         scaled = stream.Scaled(x, array(1, rows, *((2,) if learned else ()), dtype="fp32"), norm)
         qkv_bias = self.bias(qkv[0], model.model_type == "qwen2")
-        yield self.norm(rows, model.hidden)
-        for inner in (x, scaled):
-            yield Call(
-                "streamed_append",
-                (inner, array(*qkv), qkv_bias, self.pages, places,
-                 None if table is None else places, table),
-                {"heads_q": model.heads_q},
-            )  # fmt: skip
+        tokens, counts = array(rows, dtype="int64"), array(rows, dtype="int32")
+        tables = (array(rows, -(-min(model.max_length, LONGEST) // PAGE_SIZE), dtype="int32"),
+                  counts, counts)  # fmt: skip
+        embedding = array(model.vocabulary, model.hidden)
+        learned_ones = array(model.max_length, model.hidden) if learned else None
+        yield Call("step_begin", (tokens, places, places, embedding, learned_ones, norm, tables),
+                   {"page_size": PAGE_SIZE})  # fmt: skip
+        yield Call(
+            "streamed_append",
+            (scaled, array(*qkv), qkv_bias, self.pages, places,
+             None if table is None else places, table),
+            {"heads_q": model.heads_q},
+        )  # fmt: skip
         for n, k in (out, down):
             arrays = (array(rows, k), array(n, k), self.bias(n), x, norm)
             yield Call("streamed_linear", arrays, {})
         said = {"activation": model.activation, "gate": model.gated}
         yield Call("streamed_linear", (scaled, array(*up), self.bias(up[0]), None, None), said)
-        yield Call("streamed_logits", (scaled, array(model.vocabulary, model.hidden)), {})
+        yield Call("streamed_logits", (scaled, embedding), {})
         tiles = -(-model.vocabulary // stream.tile_for(model.vocabulary, model.hidden)[0])
-        tokens, largest = array(rows, dtype="int64"), array(tiles, rows, 2, dtype="int32")
+        largest = array(tiles, rows, 2, dtype="int32")
         yield Call("pick_largest", (largest, tokens, places, places), {})
 
     def _five(self, rows: int) -> Iterator[Call]:

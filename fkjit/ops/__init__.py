@@ -40,6 +40,7 @@ KERNELS = (
     "step.kernels",
     "step.stream_kernel",
     "step.logits",
+    "step.begin",
     "step.whole_kernel",
     "moe.route",
     "moe.regroup",

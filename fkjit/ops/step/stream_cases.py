@@ -213,6 +213,52 @@ def _pick_reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     return {"best": first.astype(np.int64)}
 
 
+def _begin_problems(params: Params, scale: str) -> list[dict[str, Any]]:
+    """Rows that a thread has one piece of, and two."""
+    said = {name: params[name] for name in ("dtype", "norm", "learned")}
+    return [{**said, "m": 5, "k": k, "vocabulary": 50, "max_positions": 40, "max_sequences": 8,
+             "max_pages": 3, "page_size": 16} for k in (72, 2064)]  # fmt: skip
+
+
+def _begin_inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
+    """One row is no sequence, one is full, one has no page where its token would be."""
+    kind, m, k = numpy_dtype(p["dtype"]), p["m"], p["k"]
+    made = {
+        "tokens": rng.integers(0, p["vocabulary"], m), "rows": np.array([4, -1, 0, 7, 2], np.int32),
+        "positions": rng.integers(0, p["max_positions"], m).astype(np.int32),
+        "embedding": (rng.standard_normal((p["vocabulary"], k)) + 1).astype(kind),
+        "norm_weight": (1 + 0.2 * rng.standard_normal(k)).astype(kind),
+        "page_table": rng.permutation(24).reshape(8, 3).astype(np.int32),
+        "capacities": np.full(8, 48, np.int32), "lengths": np.arange(8, dtype=np.int32) * 5,
+    }  # fmt: skip
+    made["capacities"][0], made["page_table"][7, 2] = 0, -1
+    if p["learned"]:
+        made["position_embedding"] = rng.standard_normal((p["max_positions"], k)).astype(kind)
+    return made
+
+
+def _begin_outputs(params: Params, p: Problem) -> Arrays:
+    kind, shape = numpy_dtype(p["dtype"]), (p["m"], p["k"])
+    pair = (2,) if p["norm"] == "layer" else ()
+    return {"slot_mapping": np.full(p["m"], -7, np.int32), "stream": np.full(shape, np.nan, kind),
+            "scaled": np.full(shape, np.nan, kind),
+            "moments": np.full((1, p["m"], *pair), np.nan, np.float32)}  # fmt: skip
+
+
+def _begin_reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
+    stream = np.asarray(arrays["embedding"]).astype(np.float64)[np.asarray(arrays["tokens"])]
+    if p["learned"]:
+        learned = np.asarray(arrays["position_embedding"]).astype(np.float64)
+        stream = stream + learned[np.asarray(arrays["positions"])]
+    weight = np.asarray(arrays["norm_weight"]).astype(np.float64)
+    table, slots = np.asarray(arrays["page_table"]), []
+    for row in (4, -1, 0, 7, 2):
+        page = table[row, 5 * row // 16] if row > 0 else -1
+        slots.append(-1 if page < 0 else page * 16 + 5 * row % 16)
+    return {"slot_mapping": np.array(slots), "stream": stream, "scaled": stream * weight,
+            "moments": _moments(stream, 1, p["norm"] == "layer")}  # fmt: skip
+
+
 def _tolerance(params: Params) -> float:
     """Sums of squares of a tile are as large as it is wide."""
     return TOLERANCE[params["dtype"]] * (1 if params.get("leaves", "none") != "none" else 0.25)
@@ -233,4 +279,8 @@ HEAD = Verification(
 PICK = Verification(
     problems=_pick_problems, inputs=_pick_inputs,
     outputs=lambda params, p: {"best": np.full(p["m"], -1, np.int64)}, reference=_pick_reference,
+)  # fmt: skip
+BEGIN = Verification(
+    problems=_begin_problems, inputs=_begin_inputs, outputs=_begin_outputs,
+    reference=_begin_reference, tolerance=lambda params: TOLERANCE[params["dtype"]] * 4,
 )  # fmt: skip
