@@ -12,6 +12,8 @@ from fkjit.models.sampling import GREEDY, Logits, pick
 from fkjit.models.slots import Slots, State
 from fkjit.models.whole_step import WholeStep, has_whole
 from fkjit.ops.attention.decode.call import paged_attention
+from fkjit.ops.attention.decode.settled import fits as has_settled
+from fkjit.ops.attention.decode.settled import settled_attention
 from fkjit.ops.kv.cache import PagedKVCache
 from fkjit.ops.kv.slots import kv_slots
 from fkjit.ops.op import torch_ops
@@ -105,12 +107,9 @@ class Steps:
                 self._pick(state, logits, mode, best)
             return
 
-        def attend(q: Any, layer: int) -> Any:
-            window = window_of(network, layer)
-            return paged_attention(q, cache, rows=state.rows, layer=layer, window=window)
-
         if plan.streamed and self._streams(size):
-            return self._run_streamed(state, attend, mode)
+            return self._run_streamed(state, mode)
+        attend = self._attend(state)
         slots = kv_slots(cache, state.rows)
         fused = self._fused() if plan.fused and network.fits(size) else None
         stream = network.hidden(state.tokens, state.positions, slots, cache, attend, plan, fused)
@@ -172,9 +171,23 @@ class Steps:
         seen = view(self.network.weights.embedding, "Decoder", "weights")
         return self.network.streams(size, arch_of(seen))
 
-    def _run_streamed(self, state: State, attend: Attend, mode: str) -> None:
+    def _attend(self, state: State, settled: bool = False) -> Attend:
+        """settled: what is early may come before the kernels ahead of it are over."""
+        network, cache = self.network, self.cache
+        config = network.config
+        settled = settled and has_settled(config.head_dim, config.heads_q // config.heads_kv)
+
+        def attend(q: Any, layer: int) -> Any:
+            window = window_of(network, layer)
+            if settled and window is None:
+                return settled_attention(q, cache, state.rows, layer)
+            return paged_attention(q, cache, rows=state.rows, layer=layer, window=window)
+
+        return attend
+
+    def _run_streamed(self, state: State, mode: str) -> None:
         logits, greedy = self._logits.rows(len(state.tokens)), mode == GREEDY
-        table = self._fused().table
+        attend, table = self._attend(state, settled=True), self._fused().table
         largest = self.network.streamed(state, self.cache, table, attend, logits)
         best = pick_largest(largest, state.tokens, state.positions, state.active, greedy)
         if not greedy:

@@ -53,6 +53,7 @@ KERNELS = (
     "attention.kernels_mixed",
     "attention.resumed.kernels",
     "attention.decode.kernels",
+    "attention.decode.settled",
     "attention.merge.kernels",
     "attention.quantized.quantize_kernels",
     "attention.quantized.kernels",

@@ -58,7 +58,7 @@ def test_logits_of_steps(name, monkeypatch):
     with quiet():
         found = decoder.generate(PROMPTS[:3], max_new_tokens=3)
     layers = len(decoder._network.weights.layers)
-    step = ["streamed_append", "attention_decode", *["streamed_linear"] * 3]
+    step = ["streamed_append", "settled_attention", *["streamed_linear"] * 3]
     assert kept == ["step_begin", *step * layers, "streamed_logits", "pick_largest"]
     for row, (prompt, new) in enumerate(zip(PROMPTS, found, strict=False)):
         wanted = logits_of(name, state, prompt + new[:-1])[-2:]

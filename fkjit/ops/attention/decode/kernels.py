@@ -17,7 +17,6 @@ from fkjit.ops.kv.problem import STORAGES
 from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
 from fkjit.symbolic import decision
 
-EARLY = False
 HEAD_DIMS = (64, 128, 256)  # what rows are padded to
 ROWS = (16, 64)  # of a tile: query heads of a KV head times new tokens
 
@@ -63,7 +62,7 @@ def _derive(params: Params) -> dict[str, Any]:
     return {
         "kept": {"same": params["dtype"], "fp8": "e4m3", "int8": "i8"}[params["storage"]],
         **{"num_warps": warps, "keys": keys, "stages": stages, "min_blocks": min_blocks},
-        "q_in_registers": params["head_dim"] <= widest, "early": EARLY,
+        "q_in_registers": params["head_dim"] <= widest, "early": params.get("early", False),
         **({"form": False, **NOT_PACKED} if features is None else features.values()),
     }
 
