@@ -18,15 +18,13 @@
        the whole head: stored.  A part of it: left in the workspace, and the last block of the head
        to do so adds up the parts, in their order                             (tile/last_block.cuh)
 
-   A row tile of 16 has a warp a group; one of 64 has four, which share their keys.
+   A row tile of 16 has a warp a group; one of 64 has four, which share their keys. Keys and values may
+   be kept as e4m3 or int8; then a head has a k_scale and a v_scale. Packed (VARLEN of a form):
+   sequences with one new token each, others are left out.
 
-   Packed (VARLEN of a form): sequences with one new token each, others are left out.
-   Keys and values may be kept as e4m3 or int8; then a head has a k_scale and a v_scale.
-
-   Forms of attention are rendered in (decode/features.cuh), as in flash.cu: a band of keys in
-   place of the causal mask, and units from a window's first key on; rules for the scores, two sets
-   of them, since a lane's two rows are of two heads or tokens; sinks, which the first part of a head
-   has. A kernel without is what it would be if there were none.
+   Forms of attention are rendered in (decode/features.cuh), as in flash.cu: a band of keys in place
+   of the causal mask, and units from a window's first key on; rules for the scores, two sets of them,
+   since a lane's two rows are of two heads or tokens; sinks, which the first part of a head has.
 
    Sources: Dao et al., "Flash-Decoding for long-context inference" (2023), for splitting keys;
    Osama et al., "Stream-K" (2023), for sharing out evenly what does not divide. */
@@ -57,8 +55,6 @@ constexpr int STAGES = ${stages};          // steps in a group's ring
 constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the registers
 constexpr bool Q_IN_REGISTERS = ${q_in_registers};
 constexpr bool ABREAST = HEAD_DIM <= 128;  // registers do not suffice for more
-// Keys before the new ones, lengths and page tables are not what kernels still under way write.
-constexpr bool EARLY = ${early};
 constexpr int GUARD = ${guard};            // bytes between rings: 0 except where memory is checked
 //% if form
 using bias_t = ${bias_dtype};
@@ -106,14 +102,6 @@ using QReader = FragmentReader<QTile, BlockOrder::ROW_MAJOR>;
 using KReader = FragmentReader<KvTile, BlockOrder::COL_MAJOR>;
 using VReader = FragmentReader<KvTile, BlockOrder::ROW_MAJOR>;
 
-__device__ __forceinline__ void group_sync() {
-  if (GROUP_WARPS == 1) {
-    __syncwarp();
-  } else {
-    __syncthreads();
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_decode(
     //% if form
     // Null where the form has no such thing. seqlen_k: `longest`.
@@ -149,11 +137,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     //% endif
     const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
     const int causal) {              // new token i sees keys up to i + length - seqlen_q
-  if (EARLY) {
-    let_next_kernel();
-  } else {
-    after_previous_kernel();
-  }
+  // Early: nothing under way writes lengths, tables, keys before the new ones.
+  ${"let_next_kernel" if early else "after_previous_kernel"}();
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ RowState states[NUM_WARPS * WARP_ROWS];
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
@@ -199,7 +184,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     //% if form
     const KeyBand band(seqlen_q, length, form.window_left, form.window_right);
     //% endif
+    //% if not early
     const QueryCopy<QTile, THREADS> queries(tile, q, q_strides, head_dim);
+    //% endif
     const PageList pages(page_table, place.row, table_width, page_log2);
     const HeadPages<stored_t> k_pages(k, kv_head, k_strides, head_dim);
     const HeadPages<stored_t> v_pages(v, kv_head, v_strides, head_dim_v);
@@ -227,11 +214,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     for (int step = 0; step < STAGES; ++step) page[step] = page_of(step);
 #pragma unroll
     for (int step = 0; step < STAGES - 1; ++step) {
-      if (EARLY && key_of(step) + KEYS > length - seqlen_q) after_previous_kernel(false);
+      //% if early
+      if (key_of(step) + KEYS > length - seqlen_q) after_previous_kernel(false);
+      //% endif
       if (step < own_steps) fetch(step, page[step]);
       cp_async_commit();
     }
-    if (EARLY) after_previous_kernel(false);
+    //% if early
+    after_previous_kernel(false);
+    const QueryCopy<QTile, THREADS> queries(tile, q, q_strides, head_dim);
+    //% endif
     int next_page = page[STAGES - 1];
     queries.store<SCALED>(q_tile, !RULES && softmax_scale_log2 < 0.f ? 0x80008000u : 0u);
     //% if form
@@ -290,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     for (int step = 0; step < own_steps; ++step) {
       // This step has arrived, and the group is done with the last one.
       cp_async_wait<STAGES - 2>();
-      group_sync();
+      group_sync<GROUP_WARPS>();
       if (step + STAGES - 1 < own_steps) fetch(step + STAGES - 1, next_page);
       cp_async_commit();
       next_page = page_of(step + STAGES);
@@ -318,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
 
     // 4. The groups' outputs become one.
     cp_async_wait<0>();
-    group_sync();
+    group_sync<GROUP_WARPS>();
     leave_rows<HEAD_DIM, SCALED>(rings + group * RING_STEP + row_block * WarpRows<HEAD_DIM>::BYTES,
                                  states + warp * WARP_ROWS, acc, softmax, scale_log2, lane,
                                  tile.count - row_block * WARP_ROWS);

@@ -81,9 +81,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
                 const float* moments,  // [parts, m], with CENTERED [parts, m, 2], of x's rows
                 //% endif
                 //% if append
-                const int* __restrict__ slot_mapping,  // [m]
-                const int* __restrict__ positions,     // [m], of position_words words each
-                const float* __restrict__ table,       // [table_rows, head_dim]
+                const int* slot_mapping,          // [m]
+                const int* positions,             // [m], of position_words words each
+                const float* __restrict__ table,  // [table_rows, head_dim]
                 elem_t* __restrict__ k_pages, elem_t* __restrict__ v_pages,
                 elem_t* __restrict__ out_q,  // [m, heads_q, head_dim]
                 //% else
