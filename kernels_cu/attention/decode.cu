@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
     const int causal) {              // new token i sees keys up to i + length - seqlen_q
   // Early: nothing under way writes lengths, tables, keys before the new ones.
-  ${"let_next_kernel" if early else "after_previous_kernel"}();
+  ${"let_next_kernel();" if early else "after_previous_kernel();"}
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ RowState states[NUM_WARPS * WARP_ROWS];
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
