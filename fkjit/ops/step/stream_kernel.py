@@ -21,14 +21,15 @@ from fkjit.spec import size_class
 TOKENS = (16, 32, 48, 64, 80)  # there is room for; with LayerNorm 16 of them are its own
 BLOCK_K = 64  # of a stage
 _WARPS = 6  # four that multiply, two that fetch
-_X_BYTES = 32 << 10  # of shared memory, for x
 _NARROW, _WIDE = 64, 128  # rows of the weight in a tile
 CLUSTERS = (1, 2, 4, 8)
-HALF, WHOLE = 80, 176  # KB for the weight: two blocks of an SM, or one
+# KB of shared memory for the weight, and for x beside it: two blocks of an SM, or one.
+_ROOMS = {80: 32, 64: 48, 176: 32}
+HALF, EVEN, WHOLE = _ROOMS
 Tile = tuple[int, int, int]
 TILES: tuple[Tile, ...] = tuple(
     (rows, cluster, room)
-    for room in (HALF, WHOLE) for rows in (_NARROW, _WIDE) for cluster in CLUSTERS
+    for room in _ROOMS for rows in (_NARROW, _WIDE) for cluster in CLUSTERS
 )  # fmt: skip
 
 NORMS = ("none", "rms", "layer")
@@ -43,7 +44,8 @@ _DTYPE = Param("dtype", ("bf16", "fp16"), "element type of all arrays")
 def stages(params: Params) -> tuple[int, int]:
     """Of the weight, and of x."""
     rows, _, room = params["tile"]
-    return (room << 10) // (rows * BLOCK_K * 2), _X_BYTES // (params["tokens"] * BLOCK_K * 2)
+    step = BLOCK_K * 2  # bytes of a row
+    return (room << 10) // (rows * step), (_ROOMS[room] << 10) // (params["tokens"] * step)
 
 
 def _outputs(params: Params) -> int:
