@@ -149,7 +149,7 @@ def best(seconds: Callable[[StepPlan], float]) -> StepPlan:
         return times[plan]
 
     found = min(_starts(), key=timed)
-    if found.whole:
+    if found.whole or found.streamed:
         return found
     for product in PRODUCTS:
         if not (found.fused and product in _FUSED):
@@ -159,6 +159,7 @@ def best(seconds: Callable[[StepPlan], float]) -> StepPlan:
 
 def _starts() -> Iterator[StepPlan]:
     yield StepPlan(whole=True)
+    yield StepPlan(streamed=True)
     for fused in (False, True):
         for early in (True, False):
             for impl in _TRIED:

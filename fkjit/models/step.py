@@ -216,6 +216,8 @@ class Steps:
         """Seconds of a step whose slots are all empty, so without attention."""
         if plan.fused and not self.network.fits(size):
             raise ParameterError(f"Decoder: no five launches a layer for {size} sequences")
+        if plan.streamed and not self._streams(size):
+            raise ParameterError(f"Decoder: no streamed products for {size} sequences")
         if plan.whole and not has_whole(self.network, size):
             raise ParameterError(f"Decoder: no step of one launch for {size} sequences")
         return self._captured(size, GREEDY, plan, timed=True)
