@@ -18,12 +18,12 @@
        the whole head: stored.  A part of it: left in the workspace, and the last block of the head
        to do so adds up the parts, in their order                             (tile/last_block.cuh)
 
-   A row tile of 16 has a warp a group; one of 64 has four, which share their keys. Keys and values may
-   be kept as e4m3 or int8; then a head has a k_scale and a v_scale. Packed (VARLEN of a form):
+   A row tile of 16 has a warp a group; one of 64 has four, which share their keys. Keys and values
+   may be kept as e4m3 or int8; then a head has a k_scale and a v_scale. Packed (VARLEN of a form):
    sequences with one new token each, others are left out.
 
    Forms of attention are rendered in (decode/features.cuh), as in flash.cu: a band of keys in place
-   of the causal mask, and units from a window's first key on; rules for the scores, two sets of them,
+   of the causal mask, units from a window's first key on; rules for the scores, two sets of them,
    since a lane's two rows are of two heads or tokens; sinks, which the first part of a head has.
 
    Sources: Dao et al., "Flash-Decoding for long-context inference" (2023), for splitting keys;

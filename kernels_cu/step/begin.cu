@@ -1,8 +1,8 @@
-/* The beginning of a decode step, a block for each sequence: the slot of its token in a paged KV cache,
-   whose lengths count it (as kv/slots.cu does); the token's embedding, perhaps with its position's,
-   which is the residual stream; and what the first product takes of the norm before it: the stream
-   times the norm's weight, and its sum of squares, or of LayerNorm (CENTERED) its sum and squares of
-   distances from its mean (step/stream.cu).
+/* The beginning of a decode step, a block for each sequence: the slot of its token in a paged KV
+   cache, whose lengths count it (as kv/slots.cu does); the token's embedding, perhaps with its
+   position's, which is the residual stream; and what the first product takes of the norm before it:
+   the stream times the norm's weight, and its sum of squares, or of LayerNorm (CENTERED) its sum
+   and squares of distances from its mean (step/stream.cu).
 
    A token or a position that the tables have not makes NaN. sm_80 and later. */
 #include "prelude.cuh"
@@ -11,7 +11,8 @@
 #include "tile/vector.cuh"
 
 using elem_t = ${dtype};
-constexpr bool CENTERED = ${norm == "layer"}, LEARNED = ${learned};  // learned: positions' embedding
+constexpr bool CENTERED = ${norm == "layer"};
+constexpr bool LEARNED = ${learned};  // positions have an embedding
 constexpr int THREADS = ${threads}, SIZE = Vector<elem_t>::SIZE;
 
 struct Begin {
@@ -74,8 +75,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int position = LEARNED ? positions[m] : 0;
   const bool inside = token >= 0 && token < vocabulary &&
                       (!LEARNED || (position >= 0 && position < max_positions));
-  const Begin row = {inside ? embedding + token * k : nullptr,
-                     LEARNED && inside ? position_embedding + static_cast<i64>(position) * k : nullptr,
+  const elem_t* const of_position =
+      LEARNED && inside ? position_embedding + static_cast<i64>(position) * k : nullptr;
+  const Begin row = {inside ? embedding + token * k : nullptr, of_position,
                      stream + static_cast<i64>(m) * k};
   const int first = threadIdx.x * SIZE;
   Vector<elem_t> held = {};

@@ -1,5 +1,6 @@
-/* The largest logit of each row, out of the largest of its tiles (step/stream.cu, HEAD), and the step's
-   end: the tokens become these, and positions the next ones. A block has a row. sm_80 and later. */
+/* The largest logit of each row, out of the largest of its tiles (step/stream.cu, HEAD), and the
+   step's end: the tokens become these, and positions the next ones. A block has a row. sm_80 and
+   later. */
 #include "prelude.cuh"
 #include "ptx/pdl.cuh"
 #include "step/largest.cuh"
@@ -8,7 +9,7 @@ constexpr int THREADS = ${threads}, WARPS = THREADS / WARP_SIZE;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     step_pick(const u32* largest,  // [tiles, m, 2]: values, and columns
-              const int* active,   // [m], what positions grow by, or null: nothing is written but best
+              const int* active,   // [m], what positions grow by; null: only best is written
               i64* __restrict__ best,  // [m]
               i64* __restrict__ tokens, int* __restrict__ positions,  // [m]
               const int tiles, const int m) {

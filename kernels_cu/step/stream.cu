@@ -5,24 +5,24 @@
      or, APPEND: the heads of q, k and v = x weight^T + bias; those of q and k turned by RoPE; q to
      out_q, k and v to the tokens' slots in a paged KV cache (step/qkv_append.cuh)
 
-   A step is a chain of such products, each too short for memory to become busy: what counts is what
-   lies between them. So a block's weight comes through a ring of its own, which TMA fills before the
-   previous kernel is over (PDL): the weight is not what work still under way writes. A block takes
-   half of an SM's shared memory at most, so that blocks of two kernels have room beside each other,
-   and the next kernel's weight comes while this one's last sums are on their way.
+   A step is a chain of such products, each too short for memory to become busy: what counts is
+   what lies between them. So a block's weight comes through a ring of its own, which TMA fills
+   before the previous kernel is over (PDL): the weight is not what work still under way writes. A
+   block takes half of an SM's shared memory at most, so that blocks of two kernels have room beside
+   each other, and the next kernel's weight comes while this one's last sums are on their way.
 
-   A norm has no launch of its own. Who makes the residual stream (LEAVES) also leaves `scaled` = out *
-   the norm's weight, and of each tile and row the sum of squares; who multiplies `scaled` (NORM) gives
-   each row of sums its rstd, out of these in their order. LayerNorm takes more, with weight g and
-   bias b of the norm:
+   A norm has no launch of its own. Who makes the residual stream (LEAVES) also leaves `scaled`, it
+   times the norm's weight, and of each tile and row the sum of squares; who multiplies `scaled`
+   (NORM) gives each row of sums its rstd, out of these in their order. LayerNorm takes more, with weight g
+   and bias b of the norm:
 
      norm(x) weight^T = rstd ((x g) weight^T - mean (g weight^T)) + b weight^T
 
    so a tile leaves two moments, and g and b are multiplied as rows behind those of x.
 
-   A block has ROWS of the weight (with GATE half of them gate, half up), all rows of x, and a part of
-   k: the operands are swapped, so that wgmma's 64 rows are the weight's. Where CLUSTER blocks share
-   k, they read one another's sums, and each has some rows of out. The same bits every time. */
+   A block has ROWS of the weight (with GATE half of them gate, half up), all rows of x, and a part
+   of k: the operands are swapped, so that wgmma's 64 rows are the weight's. Where CLUSTER blocks
+   share k, they read one another's sums, and each has some rows of out. The same bits every time. */
 //% if has_mod
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
 #define EPILOGUE_DERIVATIVE (${epilogue_mod_grad})

@@ -1,5 +1,5 @@
-// What becomes of a tile's sums in a product of a decode step: [TOKENS][ROWS] of each block that has
-// a part of k, in its shared memory. A block of a cluster has every CLUSTER-th row of out; four
+// What becomes of a tile's sums in a product of a decode step: [TOKENS][ROWS] of each block that
+// has a part of k, in its shared memory. A block of a cluster has every CLUSTER-th row of out; four
 // columns of a row are a thread's.
 #pragma once
 #include "ptx/cluster.cuh"
@@ -95,7 +95,7 @@ __device__ __forceinline__ void row_factors(float* factors, float* means, const 
 }
 
 // The other side: of four columns of a row, `there` or zeros, what their tile of COLUMNS leaves, by
-// COLUMNS / 4 neighbouring lanes; whole warps come here. `writes`: one lane of each row that is there.
+// COLUMNS / 4 neighbouring lanes; whole warps come here. `writes`: one lane of each row there is.
 template <bool CENTERED, int COLUMNS>
 __device__ __forceinline__ void leave_moments(float* at, const float4& x, bool writes) {
   constexpr int LANES = COLUMNS / 4;

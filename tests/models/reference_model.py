@@ -119,6 +119,7 @@ def _gpt2_logits(state, ids):
 
 def _llama_logits(name, state, ids):
     config = CONFIGS[name]
+    heads = (-1, config["head_dim"])
 
     def product(x, at):
         return linear(x, state[f"{at}.weight"], state.get(f"{at}.bias"))
@@ -128,7 +129,7 @@ def _llama_logits(name, state, ids):
         at = f"model.layers.{n}"
         x = _rms(stream, state[f"{at}.input_layernorm.weight"])
         q, k, v = (
-            product(x, f"{at}.self_attn.{part}_proj").unflatten(-1, (-1, config["head_dim"])).transpose(0, 1)
+            product(x, f"{at}.self_attn.{part}_proj").unflatten(-1, heads).transpose(0, 1)
             for part in "qkv"
         )
         if name == "qwen3":

@@ -1,5 +1,5 @@
-"""Decode steps in products that fetch their weight early, on the CPU: against plain PyTorch, and who
-has them."""
+"""Decode steps in products that fetch their weight early, on the CPU: against plain PyTorch, and
+who has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of streamed decode steps, on the CPU: what follows from one another, and what they refuse."""
+"""Calls of streamed decode steps, on the CPU: one behind the other, and what they refuse."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_what_is_refused():
          lambda: streamed_linear(Scaled(x, torch.zeros(2, 5), norm), weight)),
         (ParameterError, "a multiple of 64, for a norm",
          lambda: streamed_linear(x, made(72, 96), norm=Norm(made(72), made(72), 1e-5))),
-        (ParameterError, "out has strides", lambda: streamed_logits(x, weight, torch.zeros(6, 130)[:, :128])),
+        (ParameterError, "out has strides",
+         lambda: streamed_logits(x, weight, torch.zeros(6, 130)[:, :128])),
         (ArgumentTypeError, "weight", lambda: streamed_linear(x, weight.float())),
         (ParameterError, "heads of 32 columns",
          lambda: streamed_append(x, weight, None, cache, torch.zeros(6).int(), None, None,
@@ -91,4 +92,5 @@ def test_what_is_refused():
         with pytest.raises(error, match=match), quiet():
             call()
     assert stream.fits(64, (96, 128), 64, "silu", True)
-    assert not stream.fits(64, (90,), 64, "silu", True) and not stream.fits(5, (96,), 80, None, False)
+    assert not stream.fits(64, (90,), 64, "silu", True)
+    assert not stream.fits(5, (96,), 80, None, False)

@@ -1,6 +1,6 @@
-"""Calls of `fkjit.models`: products of a decode step of up to 64 sequences on Hopper. No part of the
-public API: they take what a Decoder has, and nothing else. In a CUDA graph the weight may not be
-what kernels still under way write: it is read before they are over.
+"""Calls of `fkjit.models`: products of a decode step of up to 64 sequences on Hopper. No part of
+the public API: they take what a Decoder has, and nothing else. In a CUDA graph the weight may not
+be what kernels still under way write: it is read before they are over.
 """
 
 from __future__ import annotations

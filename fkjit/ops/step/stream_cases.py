@@ -25,13 +25,13 @@ def _rows(params: Params) -> int:
 def _common(params: Params, m: int, n: int, k: int) -> dict[str, Any]:
     names = ("dtype", "norm", "leaves", "activation", "gate", "rope", "head")
     said = {name: params[name] for name in names if name in params}
-    return {**said, "tile": params["tile"], "m": m, "n": n, "k": k, "bias": m % 2 == 1, "x_stride": k + 8,
-            "weight_stride": k + 16, "eps": 1e-5, "parts": _PARTS}  # fmt: skip
+    return {**said, "tile": params["tile"], "m": m, "n": n, "k": k, "bias": m % 2 == 1,
+            "x_stride": k + 8, "weight_stride": k + 16, "eps": 1e-5, "parts": _PARTS}  # fmt: skip
 
 
 def _linear_problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    """All rows there is room for and fewer; a last step of k and a last tile that are not whole, and
-    where k is not shared by many more steps than stages."""
+    """All rows there is room for and fewer; a last step of k and a last tile that are not whole,
+    and where k is not shared by many more steps than stages."""
     rows, cluster, _ = params["tile"]
     whole, most = rows // (2 if params["gate"] else 1), _rows(params)
     last = 0 if params["leaves"] == "layer" else 8
@@ -60,7 +60,8 @@ def _append_problems(params: Params, scale: str) -> list[dict[str, Any]]:
             **_common(params, m, (heads_q + 2 * heads_kv) * dim, k), "heads_q": heads_q,
             "heads_kv": heads_kv, "head_dim": dim, "layout": layout, "position_words": words,
             "table_rows": cases.TABLE_ROWS if params["rope"] else 0, "page_size": 16,
-            "num_pages": 8, **{f"{side}_pages": (16 * heads_kv * dim, head, token) for side in "kv"},
+            "num_pages": 8,
+            **{f"{side}_pages": (16 * heads_kv * dim, head, token) for side in "kv"},
         })  # fmt: skip
     return found
 
@@ -133,7 +134,9 @@ def _product(p: Problem, arrays: Mapping[str, Any]) -> np.ndarray:
     return z + (0 if bias is None else np.asarray(bias).astype(np.float64))
 
 
-def _normed(x: np.ndarray, moments: np.ndarray, arrays: Mapping[str, Any], p: Problem) -> np.ndarray:
+def _normed(
+    x: np.ndarray, moments: np.ndarray, arrays: Mapping[str, Any], p: Problem
+) -> np.ndarray:
     """The norm's outcome, of rows that are times its weight."""
     k = p["k"]
     if p["norm"] == "rms":

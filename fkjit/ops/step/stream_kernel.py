@@ -73,7 +73,8 @@ def _derive(params: Params) -> dict[str, Any]:
     return {
         **epilogue.values(params.get("activation", "none")),
         **{"append": append, "rope": params.get("rope", False), "gate": params.get("gate", False)},
-        "leaves": params.get("leaves", "none"), "head": params.get("head", False), "rows": params["tile"][0],
+        "leaves": params.get("leaves", "none"), "head": params.get("head", False),
+        "rows": params["tile"][0],
         "cluster": params["tile"][1], "weight_stages": of_weight, "x_stages": of_x,
     }  # fmt: skip
 

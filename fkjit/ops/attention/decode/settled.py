@@ -1,9 +1,9 @@
-"""A call of `fkjit.models`: attention of one new token of each sequence to its pages, in a decode step
-whose launches under way write neither lengths nor tables nor keys before the new ones. So first keys
-are asked for before the previous kernel is over (PDL). No part of the public API.
+"""A call of `fkjit.models`: attention of one new token of each sequence to its pages, in a decode
+step whose launches under way write neither lengths nor tables nor keys before the new ones. So
+first keys are asked for before the previous kernel is over (PDL). No part of the public API.
 
-The kernel is decoding's (`kernels_cu/attention/decode.cu`). Sequences of a step are about as long as
-one another, so a grid of as many blocks as there are key heads of sequences, or a multiple, cuts
+The kernel is decoding's (`kernels_cu/attention/decode.cu`). Sequences of a step are about as long
+as one another, so a grid of as many blocks as there are key heads of sequences, or a multiple, cuts
 few of them: no parts to be merged.
 """
 
