@@ -23,8 +23,6 @@ HEAD = 64  # columns, at least: a head is a tile
 WIDE = {
     "llama": {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
               "head_dim": HEAD},
-    "qwen2": {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
-              "head_dim": HEAD},
     "gpt2": {"n_embd": 2 * HEAD},
 }  # fmt: skip
 PROMPTS = [[1, 5, 9, 3], [1, 7], [2, 3, 4, 5, 6, 7, 8, 9, 1], [11], [12, 13]]
@@ -39,7 +37,7 @@ def hopper(monkeypatch):
 
 @pytest.mark.parametrize("name", WIDE)
 def test_logits_of_steps(name, monkeypatch):
-    """Two steps of three sequences behind prompts of several lengths; which kernels have run."""
+    """Of two steps of three sequences behind prompts of several lengths; which kernels ran."""
     monkeypatch.setitem(CONFIGS, name, CONFIGS[name] | WIDE[name])
     config, state = CONFIGS[name], state_of(name)
     kept, interpret = [], cpu.interpret
