@@ -9,10 +9,11 @@ constexpr int THREADS = ${threads}, WARPS = THREADS / WARP_SIZE;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     step_pick(const u32* largest,  // [tiles, m, 2]: values, and columns
-              const int* active,   // [m], what positions grow by; null: only best is written
+              const int* active,   // [m], what positions grow by
               i64* __restrict__ best,  // [m]
               i64* __restrict__ tokens, int* __restrict__ positions,  // [m]
-              const int tiles, const int m) {
+              const int tiles, const int m,
+              const bool advance) {  // else only best is written
   after_previous_kernel();
   __shared__ Largest of_warps[WARPS];
   const int row = blockIdx.x, warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
@@ -28,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   all = all.of_lanes<WARP_SIZE>();
   if (lane > 0) return;
   best[row] = all.column;
-  if (active == nullptr) return;
+  if (!advance) return;
   tokens[row] = all.column;
   positions[row] += active[row];
 }

@@ -28,13 +28,13 @@ def streamed_logits(x: Any, weight: Any, out: Any, tile: Tile | None = None) -> 
     Raises ParameterError, ArgumentTypeError: shapes, strides, dtypes.
     """
     x, of_norm, eps = taken(x)
-    return _LOGITS((x, weight, None, *of_norm), (out,), (eps, tile))
+    return _LOGITS((x, weight, None, *of_norm, None), (out,), (eps, tile))
 
 
 def prepare_logits(x: Any, weight: Any) -> None:
     """Compile and load what `streamed_logits` with the same arguments needs."""
     x, of_norm, eps = taken(x)
-    _LOGITS.prepare((x, weight, None, *of_norm, None), (eps, None))
+    _LOGITS.prepare((x, weight, None, *of_norm, None, None), (eps, None))
 
 
 def pick_largest(largest: Any, tokens: Any, positions: Any, active: Any, advance: bool) -> Any:
@@ -93,8 +93,7 @@ _THREADS = 256
 
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    named = {**arrays, "m": problem["m"], "tiles": problem["tiles"]}
-    return named if problem["advance"] else named | {"active": None}
+    return {**arrays, **{name: problem[name] for name in ("m", "tiles", "advance")}}
 
 
 PICK = register(
@@ -114,8 +113,8 @@ PICK = register(
     )
 )
 _LOGITS = Op(
-    "streamed_logits", inputs=INPUTS, outputs=("out", "largest"), check=_check_logits,
-    optional=INPUTS[2:],
+    "streamed_logits", inputs=(*INPUTS, "residual"), outputs=("out", "largest"),
+    check=_check_logits, optional=(*INPUTS[2:], "residual"),
 )  # fmt: skip
 _PICK = Op(
     "pick_largest", inputs=("largest", "tokens", "positions", "active"), outputs=("best",),

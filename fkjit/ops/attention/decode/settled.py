@@ -56,7 +56,7 @@ def settled_attention(q: Any, cache: Any, rows: Any, layer: int) -> Any:
     """`paged_attention` of q [batch, heads_q, head_dim] with the cache's own lengths and tables.
     ParameterError, ArgumentTypeError: as that."""
     held = planes("settled_attention", cache, layer, None)
-    arrays = (q, *held.arrays[:2], cache.page_table, cache.lengths, rows)
+    arrays = (q, *held.arrays[:2], cache.page_table, cache.lengths, rows, None, None)
     return _OP(arrays, (), (held.layout,))
 
 
@@ -80,7 +80,7 @@ def _on_grid(params: Params, problem: Problem, each: int, sms: int, arch: Arch) 
 
 
 def _check(views: Mapping[str, View | None], layout: str) -> Request:
-    request = check_paged({**dict.fromkeys(ARRAYS), **views}, Options(layout))
+    request = check_paged({name: views[name] for name in ARRAYS}, Options(layout))
     if not request.launches:
         return request
     (launch,), q = request.launches, views["q"]
@@ -96,5 +96,6 @@ def _check(views: Mapping[str, View | None], layout: str) -> Request:
 
 
 _OP = Op(
-    "settled_attention", inputs=ARRAYS[:6], outputs=("o", "lse"), check=_check,
+    "settled_attention", inputs=ARRAYS, outputs=("o", "lse"), check=_check,
+    optional=ARRAYS[6:],  # scales, which there are none of
 )  # fmt: skip
