@@ -172,7 +172,7 @@ class Steps:
         return self.network.streams(size, arch_of(seen))
 
     def _attend(self, state: State, settled: bool = False) -> Attend:
-        """settled: what is early may come before the kernels ahead of it are over."""
+        """settled: keys before the new ones may be read while kernels ahead are not over."""
         network, cache = self.network, self.cache
         config = network.config
         settled = settled and has_settled(config.head_dim, config.heads_q // config.heads_kv)
@@ -180,7 +180,7 @@ class Steps:
         def attend(q: Any, layer: int) -> Any:
             window = window_of(network, layer)
             if settled and window is None:
-                return settled_attention(q, cache, state.rows, layer)
+                return settled_attention(q, cache, state.rows, state.positions, layer)
             return paged_attention(q, cache, rows=state.rows, layer=layer, window=window)
 
         return attend

@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     //% endif
     const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
     const int causal) {              // new token i sees keys up to i + length - seqlen_q
-  // Early: nothing under way writes lengths, tables, keys before the new ones.
+  // Early: nothing under way writes tables, keys before the new ones, and `seq_lens`: [batch], them.
   ${"let_next_kernel();" if early else "after_previous_kernel();"}
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ RowState states[NUM_WARPS * WARP_ROWS];
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
   const Sequences sequences{seq_lens, rows,       batch,
                             longest,  table_rows, seqlen_q + form.window_left ${packed_ends}};
   //% else
-  const Sequences sequences{seq_lens, rows, batch, longest, table_rows};
+  const Sequences sequences{seq_lens, rows, batch, longest, table_rows ${early_lengths}};
   //% endif
   const QueryRows query_rows{group_size, seqlen_q, heads_kv, group_inverse ${packed_rows}};
   const int all_rows = query_rows.count(), row_tiles = ceil_div(all_rows, ROWS);

@@ -1,6 +1,7 @@
 """A call of `fkjit.models`: attention of one new token of each sequence to its pages, in a decode
-step whose launches under way write neither lengths nor tables nor keys before the new ones. So
-first keys are asked for before the previous kernel is over (PDL). No part of the public API.
+step whose launches under way write neither tables nor positions nor keys before the new ones. So
+first keys are asked for before the previous kernel is over (PDL). Lengths are no use: the step's
+first launch counts the new tokens in them. No part of the public API.
 
 The kernel is decoding's (`kernels_cu/attention/decode.cu`). Sequences of a step are about as long
 as one another, so a grid of as many blocks as there are key heads of sequences, or a multiple, cuts
@@ -17,6 +18,7 @@ from fkjit.arch import Arch
 from fkjit.ops.attention.decode import grid, kernels
 from fkjit.ops.attention.decode.checks import ARRAYS, CPU_SMS, Options, check_paged
 from fkjit.ops.kv.planes import planes
+from fkjit.ops.op.checks import check_dtype, check_shape
 from fkjit.ops.op.op import Launch, Op, Request, arch_of
 from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import CPU, View
@@ -48,15 +50,17 @@ SETTLED = register(
     replace(
         kernels.SPLIT, op="settled_attention", params=_PARAMS, illegal=_illegal,
         doc="a new token of each sequence against its pages, which no launch under way writes",
+        verification="fkjit.ops.attention.decode.settled_cases:SETTLED",
     )
 )  # fmt: skip
 
 
-def settled_attention(q: Any, cache: Any, rows: Any, layer: int) -> Any:
-    """`paged_attention` of q [batch, heads_q, head_dim] with the cache's own lengths and tables.
+def settled_attention(q: Any, cache: Any, rows: Any, positions: Any, layer: int) -> Any:
+    """`paged_attention` of q [batch, heads_q, head_dim] with the cache's own tables. positions: int32
+    [batch], of the new tokens: how many keys come before each of them.
     ParameterError, ArgumentTypeError: as that."""
     held = planes("settled_attention", cache, layer, None)
-    arrays = (q, *held.arrays[:2], cache.page_table, cache.lengths, rows, None, None)
+    arrays = (q, *held.arrays[:2], cache.page_table, positions, rows, None, None)
     return _OP(arrays, (), (held.layout,))
 
 
@@ -80,17 +84,21 @@ def _on_grid(params: Params, problem: Problem, each: int, sms: int, arch: Arch) 
 
 
 def _check(views: Mapping[str, View | None], layout: str) -> Request:
-    request = check_paged({name: views[name] for name in ARRAYS}, Options(layout))
+    q, table, positions = (views[name] for name in ("q", "page_table", "seq_lens"))
+    assert q is not None and table is not None and positions is not None
+    check_dtype("settled_attention", "positions", positions, ("int32",))
+    check_shape("settled_attention", "positions", positions, q.shape[:1], "[batch], here")
+    by_row = positions._replace(shape=table.shape[:1])  # as lengths are
+    request = check_paged({**{n: views[n] for n in ARRAYS}, "seq_lens": by_row}, Options(layout))
     if not request.launches:
         return request
-    (launch,), q = request.launches, views["q"]
-    assert q is not None
+    (launch,) = request.launches
     sms = CPU_SMS if q.device == CPU else multiprocessors(q.device)
     tile, each = choice(launch.problem, sms)
     params = {**launch.params, "tile": tile, "early": True}
     problem = _on_grid(params, launch.problem, each, sms, arch_of(q))
     size, counters = grid.workspace(params, problem)
-    inputs = {name: request.inputs.get(name) for name in ARRAYS}
+    inputs = {name: request.inputs.get(name) for name in ARRAYS} | {"seq_lens": positions}
     made = (Launch(SETTLED, params, problem),)
     return request._replace(inputs=inputs, launches=made, workspace=size, counters=counters)
 
