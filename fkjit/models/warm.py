@@ -15,6 +15,7 @@ from fkjit.models.plan import StepPlan, fits, model_of, usual
 from fkjit.models.quantized import described, keeper
 from fkjit.ops.step.begin import prepare as prepare_begin
 from fkjit.ops.step.call import Norm, prepare_append, prepare_linear
+from fkjit.ops.attention.decode import settled
 from fkjit.ops.step import stream
 from fkjit.ops.step.logits import prepare_logits, prepare_pick
 from fkjit.ops.step.whole import LAYER_WORDS, Arrays
@@ -31,6 +32,7 @@ _OWN = {
     "normed_linear": prepare_linear,
     "step_begin": prepare_begin,
     "streamed_append": stream.prepare_append,
+    "settled_attention": settled.prepare,
     "streamed_linear": stream.prepare_linear,
     "streamed_logits": prepare_logits,
     "pick_largest": prepare_pick,
@@ -90,6 +92,8 @@ def calls(
         steps = usual(model, size, quantize is not None, capability)
         if steps.whole:
             yield maker.step(size)
+        elif steps.streamed:
+            yield from maker.streamed(size)
         else:
             yield from maker.layer(size, steps)
             yield from maker.decode(size)
@@ -120,9 +124,6 @@ class _Maker:
         """All but attention, of so many tokens."""
         _, out, _, down = self.model.products().values()
         stream = self.array(rows, self.model.hidden)
-        if plan.streamed:
-            yield from self._streamed(rows)
-            return
         yield self.product(rows, *out, residual=stream, impl=plan.out)
         yield self.product(rows, *down, residual=stream, impl=plan.down)
         fused = plan.fused and fits(self.model, rows, self.scheme is not None)
@@ -144,8 +145,8 @@ class _Maker:
         )  # fmt: skip
         return Call("decode_step", (arrays, model_of(model, "nhd", PAGE_SIZE)), {})
 
-    def _streamed(self, rows: int) -> Iterator[Call]:
-        """A step whose products fetch their weight early, all but attention."""
+    def streamed(self, rows: int) -> Iterator[Call]:
+        """A step whose products fetch their weight early."""
         model, array, learned = self.model, self.array, self.model.theta is None
         qkv, out, up, down = model.products().values()
         vector, x, places = array(model.hidden), array(rows, model.hidden), array(
@@ -167,6 +168,12 @@ class _Maker:
              None if table is None else places, table),
             {"heads_q": model.heads_q},
         )  # fmt: skip
+        q = (rows, model.heads_q, model.head_dim)
+        if any(seen is not None for seen in model.windows):
+            yield from self.decode(rows)
+        if settled.fits(model.head_dim, model.heads_q // model.heads_kv):
+            arrays = (array(*q), self.pages, tables[0], places, places)
+            yield Call("settled_attention", arrays, {})
         for n, k in (out, down):
             arrays = (array(rows, k), array(n, k), self.bias(n), x, norm)
             yield Call("streamed_linear", arrays, {})

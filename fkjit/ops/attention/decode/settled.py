@@ -64,6 +64,11 @@ def settled_attention(q: Any, cache: Any, rows: Any, positions: Any, layer: int)
     return _OP(arrays, (), (held.layout,))
 
 
+def prepare(q: Any, pages: tuple[Any, Any], page_table: Any, positions: Any, rows: Any) -> None:
+    """Compile and load what `settled_attention` needs of a cache with these pages and table."""
+    _OP.prepare((q, *pages, page_table, positions, rows), ("nhd",))
+
+
 def fits(head_dim: int, group: int) -> bool:
     """Whether it takes heads of these sizes. group: query heads of a key head."""
     return head_dim in HEAD_DIMS and group <= kernels.ROWS[0]
