@@ -1,4 +1,4 @@
-"""Bugs planted in streamed products of a decode step show: as races or as wrong numbers."""
+"""Bugs planted in the kernels of streamed decode steps show: as races or as wrong numbers."""
 
 from __future__ import annotations
 
@@ -41,6 +41,13 @@ BUGS = (
     Bug("a pair that is none", K, "sum_of(quad + ROWS / 2, column + ROWS / 2)",
         "sum_of(quad + ROWS / 2, column)", by="numbers", kernel="streamed_append.stream",
         params={"dtype": "fp16"}),
+    Bug("a slot beyond what is reserved", "kernels_cu/step/begin.cu", "if (length < end)",
+        "if (known)", by="numbers", kernel="step_begin.rows"),
+    Bug("largest of one warp", "kernels_cu/step/pick.cu", "lane < WARPS ?", "lane < 1 ?",
+        by="numbers", kernel="pick_largest.rows"),
+    Bug("the new key left out", "templates/attention/decode/schedule.cuh",
+        "all.seq_lens[number] + all.added", "all.seq_lens[number]", by="numbers",
+        kernel="settled_attention.split"),
 )  # fmt: skip
 
 
