@@ -56,7 +56,7 @@ constexpr int GUARD = ${guard};  // bytes between arrays: 0 except where memory 
 constexpr int CONSUMERS = 4, THREADS = 32 * (CONSUMERS + 2);  // warps that multiply; all threads
 constexpr int HALVES = GATE ? 2 : 1, OUTPUTS = ROWS / HALVES;
 constexpr int QUADS = (APPEND ? ROWS / 2 : OUTPUTS) / 4;  // threads that share a row of out
-constexpr int PASS = THREADS / QUADS;
+constexpr int PASS = 32 * CONSUMERS / QUADS;
 static_assert(ROWS % 64 == 0 && TOKENS % 16 == 0, "wgmma's rows and columns");
 static_assert(WARP_SIZE % QUADS == 0, "a row's threads are of one warp");
 static_assert(GATE + HEAD + APPEND + LEAVES <= 1, "one way out");
@@ -132,7 +132,21 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   __syncthreads();
   let_next_kernel();
 
-  // 2. The weight at once; x behind the previous kernel; products.
+  // What the thread's four columns of a row of out take beside the sums.
+  const auto row_of = [&](int pass) {
+    return (pass * PASS + static_cast<int>(threadIdx.x) / QUADS) * CLUSTER + rank;
+  };
+  const int quad = threadIdx.x % QUADS * 4, column = first + quad;
+  uint2 added = {};
+  const auto load_added = [&](int pass) {
+    //% if not append
+    const int row = row_of(pass);
+    if (residual != nullptr && row < m && column < n)
+      added = *reinterpret_cast<const uint2*>(residual + row * residual_stride + column);
+    //% endif
+  };
+
+  // 2. The weight at once; x behind the previous kernel; products, and what comes to the first row.
   if (warp == CONSUMERS) {
     rings.fetch_weight<HALVES>(weight_map, begin, count, first, n);
   } else {
@@ -149,6 +163,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
       row_factors<CENTERED>(factors, means, moments, parts, m, k, eps, lane);
       //% endif
     } else {
+      load_added(0);
       rings.multiply<elem_t>(acc, count, lane);
     }
   }
@@ -164,10 +179,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   }
 
   // 4. What becomes of them; a warp has whole rows.
+  const int passes = warp < CONSUMERS ? ceil_div(ceil_div(m, CLUSTER), PASS) : 0;
 #pragma unroll 1
-  for (int base = 0; base < ceil_div(m, CLUSTER); base += PASS) {
-    const int row = (base + static_cast<int>(threadIdx.x) / QUADS) * CLUSTER + rank;
-    const int quad = threadIdx.x % QUADS * 4, column = first + quad;
+  for (int pass = 0; pass < passes; ++pass) {
+    const int row = row_of(pass);
     const bool there = row < m && column < n;  // of a head perhaps not all four
     const float factor = NORM && there ? factors[row] : 1.f;
     const float shift = CENTERED && there ? -means[row] : 0.f;
@@ -208,7 +223,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
         const float4 up = sum_of(quad + OUTPUTS, n + column);
         y.x *= up.x, y.y *= up.y, y.z *= up.z, y.w *= up.w;
       }
-      if (residual != nullptr) add_four(y, load_four(residual + row * residual_stride + column));
+      if (pass > 0) load_added(pass);
+      if (residual != nullptr) add_four(y, unpack_four<elem_t>(added));
       store_four(out + row * out_stride + column, y, HEAD ? n - column : 4);
     }
     //% endif

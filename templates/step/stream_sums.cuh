@@ -8,10 +8,13 @@
 
 // Four neighbouring 16-bit elements, on 8 bytes.
 template <typename T>
-__device__ __forceinline__ float4 load_four(const T* source) {
-  const uint2 bits = *reinterpret_cast<const uint2*>(source);
+__device__ __forceinline__ float4 unpack_four(uint2 bits) {
   const float2 low = unpack2<T>(bits.x), high = unpack2<T>(bits.y);
   return make_float4(low.x, low.y, high.x, high.y);
+}
+template <typename T>
+__device__ __forceinline__ float4 load_four(const T* source) {
+  return unpack_four<T>(*reinterpret_cast<const uint2*>(source));
 }
 template <typename T>
 __device__ __forceinline__ uint2 pack_four(const float4& x) {
@@ -67,29 +70,36 @@ struct StreamSums {
 };
 
 // Of each row of x what its norm needs, from what the product before this one left of its `parts`,
-// in their order. RMSNorm: sums of squares -> factors[row] = rstd. LayerNorm (CENTERED): pairs of
-// a sum and of squares of distances from the part's own mean -> rstd, and the mean in `means`. By a
-// warp, for who reads them after the block has met.
+// all as wide, in their order. RMSNorm: sums of squares -> factors[row] = rstd. LayerNorm (CENTERED):
+// pairs of a sum and of squares of distances from the part's own mean -> rstd, and the mean in
+// `means`. By a warp, for who reads them after the block has met. A row's parts are asked for at
+// once: each is a way to L2.                    Chan, Golub, LeVeque (1979), for merging moments
 template <bool CENTERED>
 __device__ __forceinline__ void row_factors(float* factors, float* means, const float* moments,
                                             int parts, int m, int columns, float eps, int lane) {
+  constexpr int BATCH = CENTERED ? 16 : 32, WORDS = CENTERED ? 2 : 1;
+  const float of_part = static_cast<float>(columns) / parts;
   for (int row = lane; row < m; row += WARP_SIZE) {
-    float total = 0.f, squares = 0.f;
-#pragma unroll 8
-    for (int part = 0; part < parts; ++part)
-      total += moments[(part * m + row) * (CENTERED ? 2 : 1)];
-    if (CENTERED) {
-      const float mean = total / columns, of_part = static_cast<float>(columns) / parts;
-#pragma unroll 4
-      for (int part = 0; part < parts; ++part) {
-        const float* const at = moments + (part * m + row) * 2;
-        const float apart = at[0] / of_part - mean;
-        squares += at[1] + of_part * apart * apart;
+    float mean = 0.f, squares = 0.f;
+    for (int first = 0; first < parts; first += BATCH) {
+      float x[BATCH][WORDS];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+        for (int word = 0; word < WORDS; ++word)
+          x[i][word] =
+              first + i < parts ? moments[((first + i) * m + row) * WORDS + word] : 0.f;
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        if (CENTERED && first + i < parts) {
+          const float before = first + i, apart = x[i][0] / of_part - mean;
+          mean += apart / (before + 1.f);
+          squares += apart * apart * of_part * (before / (before + 1.f));
+        }
+        squares += x[i][WORDS - 1];
       }
-      means[row] = mean;
-    } else {
-      squares = total;
     }
+    if (CENTERED) means[row] = mean;
     factors[row] = 1.f / sqrtf(squares / columns + eps);
   }
 }
