@@ -13,8 +13,8 @@
 
    A norm has no launch of its own. Who makes the residual stream (LEAVES) also leaves `scaled`, it
    times the norm's weight, and of each tile and row the sum of squares; who multiplies `scaled`
-   (NORM) gives each row of sums its rstd, out of these in their order. LayerNorm takes more, with weight g
-   and bias b of the norm:
+   (NORM) gives each row of sums its rstd, out of these in their order. LayerNorm takes more, with
+   weight g and bias b of the norm:
 
      norm(x) weight^T = rstd ((x g) weight^T - mean (g weight^T)) + b weight^T
 
@@ -22,7 +22,7 @@
 
    A block has ROWS of the weight (with GATE half of them gate, half up), all rows of x, and a part
    of k: the operands are swapped, so that wgmma's 64 rows are the weight's. Where CLUSTER blocks
-   share k, they read one another's sums, and each has some rows of out. The same bits every time. */
+   share k, they read one another's sums, and each has some rows of out. The same bits each time. */
 //% if has_mod
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
 #define EPILOGUE_DERIVATIVE (${epilogue_mod_grad})
