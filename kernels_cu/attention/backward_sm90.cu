@@ -77,7 +77,7 @@ static_assert(!(DIRECT && DETERMINISTIC), "turns are taken by the threads that s
 
 using Layout = BackwardLayout<BLOCK_Q, HEAD_DIM, Q_STAGES, DO_STAGES, DQ_STAGES, BIAS, MASK, GUARD>;
 using QTile = Layout::QTile;  // of Q and dO
-using KTile = Layout::KTile;  // of K and V
+using KTile = Layout::KTile, VTile = Layout::VTile;
 using DSTile = Layout::DSTile;
 using Rings = BackwardRings<Layout>;
 // Work items are taken by the warps that multiply, and by the thread that loads K and V.
@@ -336,8 +336,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
                  sizes, counters);
     } else if (role == 1 && elect_one()) {
       // ---- K and V
-      const KeyLoads<KTile, Barriers> loads{barriers,           shared, Layout::K_STAGE,
-                                            shared + Layout::V, k_map,  v_map};
+      const KeyLoads<KTile, VTile, Barriers> loads{barriers,           shared, Layout::K_STAGE,
+                                                   shared + Layout::V, k_map,  v_map};
       load_keys(loads, sizes);
     } else if (DETERMINISTIC && signals) {
       // ---- copies of dQ, in turns

@@ -161,10 +161,10 @@ __device__ __forceinline__ FormKeys<PACKED> take_keys(const Barriers& barriers, 
   return keys;
 }
 
-template <int BLOCK_Q, int BLOCK_K, bool ORDERED, bool PACKED, bool ALIBI, bool MASK, typename Tile,
-          typename Barriers>
+template <int BLOCK_Q, int BLOCK_K, bool ORDERED, bool PACKED, bool ALIBI, bool MASK, typename KTile,
+          typename VTile, typename Barriers>
 __device__ __forceinline__ void load_keys(
-    const KeyLoads<Tile, Barriers>& loads,
+    const KeyLoads<KTile, VTile, Barriers>& loads,
     const FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED, ALIBI, MASK>& sizes) {
   for (int taken = 0;; ++taken) {
     bool exists;

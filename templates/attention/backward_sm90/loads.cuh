@@ -20,9 +20,9 @@ struct BackwardRings : Layout {
     return shared + Layout::Q + stage * Layout::Q_STAGE;
   }
   __device__ __forceinline__ u32 dout(int stage) const {
-    return shared + Layout::DO + stage * Layout::Q_STAGE;
+    return shared + Layout::DO + stage * Layout::DO_STAGE;
   }
-  // lse_log2 of a tile's rows, then delta, then bits of a mask: empty when its dO is.
+  // lse_log2 of a tile's rows, then delta, then bits of a mask.
   __device__ __forceinline__ u32 rows(int stage) const {
     return shared + Layout::ROWS + stage * Layout::ROWS_STAGE;
   }
@@ -56,22 +56,24 @@ struct TileLoad {
   __device__ __forceinline__ void begin(int step_number) {
     const Barriers& barriers = loads.barriers;
     q_full = barriers.q_full(q_ring.stage), about = barriers.tile(step_number);
-    rows = loads.rings.rows(do_ring.stage);
+    rows = loads.rings.rows(Rings::ROWS_WITH_Q ? q_ring.stage : do_ring.stage);
     mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
   }
   // The tile from `row` on, whose rows bring along what lies at `index` tiles.
   __device__ __forceinline__ void load(int row, int head, int batch, int index,
                                        const u32* mask = nullptr) const {
     using QTile = typename Rings::QTile;
+    using DOTile = typename Rings::DOTile;
     const Barriers& barriers = loads.barriers;
     tma_load_tile<QTile>(loads.rings.q(q_ring.stage), loads.q_map, q_full, row, head, batch);
-    mbarrier_wait(barriers.do_empty(do_ring.stage), do_ring.parity ^ 1);
+    if (!Rings::ROWS_WITH_Q) mbarrier_wait(barriers.do_empty(do_ring.stage), do_ring.parity ^ 1);
     mbarrier_expect(q_full, Rings::ROWS_BYTES + Rings::MASK_BYTES);
     const i64 first = static_cast<i64>(index) * Rings::BLOCK_Q;
     bulk_load(rows, loads.lse_log2 + first, Rings::ROWS_BYTES / 2, q_full);
     bulk_load(rows + Rings::ROWS_BYTES / 2, loads.delta + first, Rings::ROWS_BYTES / 2, q_full);
     if (Rings::MASK_BYTES > 0) bulk_load(rows + Rings::ROWS_BYTES, mask, Rings::MASK_BYTES, q_full);
-    tma_load_tile<QTile>(loads.rings.dout(do_ring.stage), loads.dout_map,
+    if (Rings::ROWS_WITH_Q) mbarrier_wait(barriers.do_empty(do_ring.stage), do_ring.parity ^ 1);
+    tma_load_tile<DOTile>(loads.rings.dout(do_ring.stage), loads.dout_map,
                          barriers.do_full(do_ring.stage), row, head, batch);
   }
 };
@@ -111,7 +113,7 @@ __device__ __forceinline__ void load_tiles(const BackwardLoads<Rings, Barriers>&
 }
 
 // What it takes to load K and V.
-template <typename Tile, typename Barriers>
+template <typename KTile, typename VTile, typename Barriers>
 struct KeyLoads {
   const Barriers& barriers;
   u32 k_tile, k_stage_bytes, v_tile;
@@ -121,15 +123,15 @@ struct KeyLoads {
   __device__ __forceinline__ void load(int taken, int row, int head, int batch) const {
     const RingPlace<Barriers::K_STAGES> place = ring_place<Barriers::K_STAGES>(taken);
     mbarrier_wait(barriers.k_empty(place.stage), place.parity ^ 1);
-    tma_load_tile<Tile>(k_tile + place.stage * k_stage_bytes, k_map, barriers.k_full(place.stage),
+    tma_load_tile<KTile>(k_tile + place.stage * k_stage_bytes, k_map, barriers.k_full(place.stage),
                         row, head, batch);
     mbarrier_wait(barriers.v_empty(), taken & 1 ^ 1);
-    tma_load_tile<Tile>(v_tile, v_map, barriers.v_full(), row, head, batch);
+    tma_load_tile<VTile>(v_tile, v_map, barriers.v_full(), row, head, batch);
   }
 };
 
-template <int BLOCK_Q, int BLOCK_K, bool ORDERED, typename Tile, typename Barriers>
-__device__ __forceinline__ void load_keys(const KeyLoads<Tile, Barriers>& loads,
+template <int BLOCK_Q, int BLOCK_K, bool ORDERED, typename KTile, typename VTile, typename Barriers>
+__device__ __forceinline__ void load_keys(const KeyLoads<KTile, VTile, Barriers>& loads,
                                           const BackwardSizes<BLOCK_Q, BLOCK_K, ORDERED>& sizes) {
   for (int taken = 0;; ++taken) {
     const int number = take_work_alone(loads.barriers, taken);

@@ -15,8 +15,7 @@ from fkjit.ops.attention.backward import problem
 from fkjit.ops.attention.backward.kernels_preprocess import CASES, OP
 from fkjit.ops.attention.backward.problem import Options
 from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90 as BLOCK_K
-from fkjit.ops.attention.backward.tiles import BLOCK_Q_SM90 as BLOCK_Q
-from fkjit.ops.attention.backward.tiles import WIDE_SM90 as WIDE
+from fkjit.ops.attention.backward.tiles import BLOCK_Q_SM90, WIDE_SM90, block_q_sm90
 from fkjit.ops.attention.features import ScoreFeatures, parse
 from fkjit.ops.attention.problem import shape_class
 from fkjit.runtime.interop import ITEMSIZE, View
@@ -24,7 +23,7 @@ from fkjit.runtime.tensor_map import TensorMap
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, Work
 from fkjit.symbolic import decision
 
-HEAD_DIMS = tuple(dim for dim in BLOCK_Q if dim not in WIDE)  # what products are padded to
+HEAD_DIMS = tuple(dim for dim, keys in BLOCK_K.items() if keys == 128)  # what products are padded to
 COUNTERS = 1
 SMS = 132  # of an H100 or H200, where a problem does not say
 _PANEL = 64
@@ -55,7 +54,7 @@ def is_curved(features: ScoreFeatures) -> bool:
 
 def _derive(params: Params) -> dict[str, Any]:
     return {
-        "block_q": BLOCK_Q[params["head_dim"]],
+        "block_q": block_q_sm90(params),
         **dict.fromkeys(("form", "varlen", "softcap", "alibi", "bias", "mask"), False),
         **{"bias_address": "nullptr", "bias_dtype": "float", "dbias": False, "dbias_sums": False},
         "has_mod": False,
@@ -137,7 +136,7 @@ def _dq_stages(params: Params) -> int:
 def _shared(params: Params) -> SharedLayout:
     """K twice, V, rings of Q and dO, of dS, of dq, a tile of a bias, a ring of lse_log2 and delta
     with the bits of a mask; the mbarriers with what is noted of tiles."""
-    d, block_q = width(params["head_dim"]), BLOCK_Q[params["head_dim"]]
+    d, block_q = width(params["head_dim"]), block_q_sm90(params)
     block_k, features = BLOCK_K[params["head_dim"]], _features(params)
     stages = _stages(params)
     bits = block_k * block_q // 8 if features is not None and features.mask else 0
@@ -183,7 +182,7 @@ def _teams(blocks: int, heads: int, multiprocessors: int, rounds: int) -> int:
 
 def _rounds(params: Params, one: Problem) -> int:
     """In how many rounds a team of thread blocks goes through a head, where dq has an order."""
-    block_q, block_k = BLOCK_Q[params["head_dim"]], BLOCK_K[params["head_dim"]]
+    block_q, block_k = block_q_sm90(params), BLOCK_K[params["head_dim"]]
     sizes = _blocks(params, one), _heads(one), _multiprocessors(one)
     return _best_rounds(2 * block_q // block_k, *sizes, one["causal"])
 
@@ -242,7 +241,7 @@ def rows_map(one: Problem, arrays: Mapping[str, Any], name: str, rows: int) -> T
 
 
 def arguments(params: Params, one: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    block_q, block_k = BLOCK_Q[params["head_dim"]], BLOCK_K[params["head_dim"]]
+    block_q, block_k = block_q_sm90(params), BLOCK_K[params["head_dim"]]
     features, boxes = _features(params), {"q": block_q, "dout": block_q, "k": block_k, "v": block_k}
     masked = features is not None and features.mask
     rounds = _rounds if features is None and params["deterministic"] else _abreast
@@ -274,7 +273,7 @@ def takes(
 ) -> bool:
     """Whether the kernel knows the score features and suits the problem, and TMA can read the
     arrays: rows on 16-byte boundaries, no dimension repeated by a stride of 0 but of a bias."""
-    if padded_dim(one) is None or one["dtype"] == "fp32" or not aligned:
+    if padded_dims(one) is None or one["dtype"] == "fp32" or not aligned:
         return False
     if not arch.features >= FLASH_SM90.features({}) or not _suits(one, options):
         return False
@@ -328,15 +327,20 @@ def _is_aligned(bias: View) -> bool:
     return not (bias.pointer % 16 or any(n > 1 and step * size % 16 for step, n in pairs))
 
 
-def padded_dim(one: Problem) -> int | None:
-    """The compiled head dimension that holds those of a problem, or None."""
-    larger = max(one["head_dim"], one["head_dim_v"])
-    return next((padded for padded in BLOCK_Q if larger <= padded), None)
+def padded_dims(one: Problem) -> dict[str, int] | None:
+    """The compiled head dimensions that hold those of a problem, as parameters, or None."""
+    d, dv = one["head_dim"], one["head_dim_v"]
+    same = next((dim for dim in HEAD_DIMS if max(d, dv) <= dim), None)
+    if same is not None:
+        return {"head_dim": same}
+    pairs = (pair for pair in WIDE_SM90 if d <= pair[0] and dv <= pair[1])
+    found = min(pairs, key=sum, default=None)
+    return found and {"head_dim": found[0], "head_dim_v": found[1]}
 
 
 def is_wide(one: Problem) -> bool:
     """Whether the kernel for head dimensions above 128 is the one that would take a problem."""
-    return padded_dim(one) in WIDE
+    return padded_dims(one) not in [None, *({"head_dim": dim} for dim in HEAD_DIMS)]
 
 
 def in_order(one: Problem, options: Options) -> bool:
@@ -353,10 +357,11 @@ def in_order(one: Problem, options: Options) -> bool:
             parse(options.features),
         )
         return banded or bool(features.score_mod) or (features.softcap and is_wide(one))
-    blocks = _blocks({"head_dim": padded_dim(one)}, one)
+    dims = padded_dims(one) or {}
+    blocks = _blocks(dims, one)
     several = blocks * _heads(one) > _multiprocessors(one)
     shared = one["causal"] and one["heads_q"] > one["heads_kv"]
-    return several and (shared or padded_dim(one) == 192)
+    return several and (shared or dims["head_dim"] == 192)
 
 
 FLASH_SM90 = KernelSpec(

@@ -60,7 +60,7 @@ def _shown_sm90() -> KernelSpec:
 
 def _shown_wide_sm90() -> KernelSpec:
     spec = with_features(FLASH_WIDE_SM90, SHOWN_WIDE_SM90)
-    return _narrowed(spec, dtype=("bf16",), head_dim=(256,), deterministic=(True,))
+    return _narrowed(spec, dtype=("bf16",), head_dim=(256,), head_dim_v=(256,), deterministic=(True,))
 
 
 for _spec in (

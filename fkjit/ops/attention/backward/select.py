@@ -24,7 +24,7 @@ from fkjit.ops.attention.backward.kernels_preprocess import (
 from fkjit.ops.attention.backward.kernels_slopes_sm90 import SLOPES_SM90
 from fkjit.ops.attention.backward.kernels_wide_sm90 import FLASH_WIDE_SM90
 from fkjit.ops.attention.backward.problem import Options
-from fkjit.ops.attention.backward.tiles import BLOCK_Q_SM90, PAIRS, PAIRS_FP32, tiles
+from fkjit.ops.attention.backward.tiles import PAIRS, PAIRS_FP32, block_q_sm90, tiles
 from fkjit.ops.op.op import Launch
 from fkjit.runtime.interop import View
 from fkjit.spec import KernelSpec, Problem
@@ -114,19 +114,20 @@ class _Call:
 
     def on_sm90(self) -> list[Launch]:
         """One kernel for dk, dv and sums of dq."""
-        problem, dim = self.problem, sm90.padded_dim(self.problem) or 0
+        problem, dims = self.problem, sm90.padded_dims(self.problem) or {}
+        dim = dims["head_dim"]
         problem["sum_columns"] = sm90.width(dim)
         problem["ordered"] = ordered = sm90.in_order(problem, self.options)
         text = self.features.of_sm90()
         params: dict[str, Any] = {
-            "dtype": problem["dtype"], "head_dim": dim, "deterministic": ordered,
+            "dtype": problem["dtype"], **dims, "deterministic": ordered,
         }  # fmt: skip
         if text:
             params["form"] = text
         base = FLASH_WIDE_SM90 if sm90.is_wide(problem) else sm90.FLASH_SM90
         zeros = 0 if ordered else sm90.width(dim)  # in order the first one to come stores
         return [
-            *self._mask_bits(BLOCK_Q_SM90[dim]),
+            *self._mask_bits(block_q_sm90(dims)),
             *self._zeros(),
             self._preprocess({**problem, "sum_columns": zeros}),
             Launch(with_features(base, text), params, problem),
