@@ -77,7 +77,8 @@ static_assert(!(DIRECT && DETERMINISTIC), "turns are taken by the threads that s
 
 using Layout = BackwardLayout<BLOCK_Q, HEAD_DIM, Q_STAGES, DO_STAGES, DQ_STAGES, BIAS, MASK, GUARD>;
 using QTile = Layout::QTile;  // of Q and dO
-using KTile = Layout::KTile, VTile = Layout::VTile;
+using KTile = Layout::KTile;  // of K
+using VTile = Layout::VTile;
 using DSTile = Layout::DSTile;
 using Rings = BackwardRings<Layout>;
 // Work items are taken by the warps that multiply, and by the thread that loads K and V.

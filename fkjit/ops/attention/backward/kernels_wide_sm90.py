@@ -17,7 +17,6 @@ from fkjit.ops.attention.problem import shape_class
 from fkjit.spec import KernelSpec, Param, Params, SharedLayout, Work
 
 
-
 def _stages(params: Params) -> dict[str, int]:
     """Where dq is copied in order it needs a place, which P and dS leave it."""
     ordered, tall = params["deterministic"], block_q_sm90(params) > 64
@@ -53,6 +52,7 @@ def _shared(params: Params) -> SharedLayout:
     block_q, block_k = block_q_sm90(params), BLOCK_K_SM90[params["head_dim"]]
     row, row_v = (2 * sm90.width(params[name]) for name in ("head_dim", "head_dim_v"))
     stages = _stages(params)
+    rows = stages["do_stages"] if stages["do_stages"] > 1 else stages["q_stages"]
     masked = "form" in params and parse(params["form"]).mask
     rings = (
         ("K", block_k * row, 1), ("V", block_k * row_v, 1),
@@ -60,7 +60,7 @@ def _shared(params: Params) -> SharedLayout:
         ("dS", 2 * block_k * block_q, stages["ds_stages"]),
         ("P", 2 * block_k * block_q, stages["p_stages"]),
         ("dQ", 64 * 64 * 4, stages["dq_stages"]),
-        ("rows", 8 * block_q + block_k * block_q // 8 * masked, 2),
+        ("rows", 8 * block_q + block_k * block_q // 8 * masked, rows),
     )  # fmt: skip
     return [
         *((f"{name} stage {i}", size) for name, size, count in rings for i in range(count)),

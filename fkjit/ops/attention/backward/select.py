@@ -12,7 +12,14 @@ from fkjit.ops.attention.backward import kernels_sm90 as sm90
 from fkjit.ops.attention.backward import mask_bits
 from fkjit.ops.attention.backward import problem as shared
 from fkjit.ops.attention.backward.features import CPU_MULTIPROCESSORS, KernelFeatures, Views
-from fkjit.ops.attention.backward.kernels import DKDV, DKDV_DQ, DQ, with_features
+from fkjit.ops.attention.backward.kernels import (
+    DKDV,
+    DKDV_DQ,
+    DKDV_ORDERED,
+    DQ,
+    heads_abreast,
+    with_features,
+)
 from fkjit.ops.attention.backward.kernels_bias import DBIAS, DBIAS_FP32, DBIAS_SUM, HEADS, ZEROS
 from fkjit.ops.attention.backward.kernels_fp32 import DKDV_FP32, DQ_FP32
 from fkjit.ops.attention.backward.kernels_preprocess import (
@@ -66,7 +73,8 @@ def select(
     if "sinks" in options.wanted or "alibi_slopes" in options.wanted:
         launches.append(Launch(HEADS, {"varlen": call.packed}, problem))
     made = tuple(one for one in launches if prod(one.spec.grid(one.params, one.problem)))
-    return Selected(made, _scratch(problem, options.wanted), sm90.COUNTERS * takes)
+    counted = takes or problem.get("ordered", False)
+    return Selected(made, _scratch(problem, options.wanted), sm90.COUNTERS * counted)
 
 
 def _allowed(problem: Problem, options: Options) -> tuple[str, ...]:
@@ -91,6 +99,17 @@ def _scratch(problem: Problem, wanted: tuple[str, ...]) -> dict[str, tuple[int, 
     if "parts_shape" in problem:
         found["dbias_parts"] = problem["parts_shape"]
     return found
+
+
+def ordered_pays(one: Problem, head_dim: int) -> bool:
+    """Whether blocks wait little for one another: those of a head that run at a time begin one or
+    two tiles after one another, of as many as there are."""
+    if head_dim != 128:
+        return False
+    block_k, block_q = tiles("ordered", head_dim)[0][:2]
+    running = -(-one.get("multiprocessors", CPU_MULTIPROCESSORS) // heads_abreast(one))
+    at_once = min(-(-one["seqlen_k"] // block_k), running)
+    return 8 * at_once <= -(-one["seqlen_q"] // block_q)
 
 
 class _Call:
@@ -164,6 +183,10 @@ class _Call:
         if self._may_sum():
             self.problem["sum_columns"] = self.dims[0]
             return [self._preprocess(self.problem), self._launch(DKDV_DQ), self._postprocess()]
+        if self._may_order():
+            self.problem |= {"sum_columns": self.dims[0], "ordered": True}
+            first = self._preprocess({**self.problem, "sum_columns": 0})
+            return [first, self._launch(DKDV_ORDERED), self._postprocess()]
         made, wanted = [self._preprocess(self.problem)], set(self.options.wanted)
         if {"k", "v"} & wanted:
             made.append(self._launch(DKDV if self.tensor_cores else DKDV_FP32))
@@ -185,6 +208,16 @@ class _Call:
         if self.features.seeded and self.dims[0] > 64:  # two kernels of wider tiles are faster
             return False
         return bool(tiles("sums", self.dims[0], self.features.of("sums")))
+
+    def _may_order(self) -> bool:
+        """Whether dq is added up beside dk and dv by blocks that wait for one another: without score
+        features, and where few blocks of a head run at a time."""
+        one = self.problem
+        if not self.tensor_cores or not self.chunks or self.options.features:
+            return False
+        if not {"q", "k"} <= set(self.options.wanted) or self.dims[0] != self.dims[1]:
+            return False
+        return ordered_pays(one, self.dims[0])
 
     def _in_order(self, launch: Launch) -> list[Launch]:
         """The kernel that stores dS: once for all batches, or each adds to what is there."""
