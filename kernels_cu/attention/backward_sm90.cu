@@ -325,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     NoBiasGradient bias_gradient;
     //% endif
     multiply_dq<elem_t, Layout, Tile, DETERMINISTIC, DIRECT>(
-        barriers, shared, sizes, next_work, works_taken, step_number, dq_sum, lane, warp,
+        barriers, shared, sizes, next_work, works_taken, step_number, dq_sum, turns, lane, warp,
         threadIdx.x == 2 * WARPGROUP, bias_gradient);
   } else {
     fewer_registers<COPY_REGISTERS>();

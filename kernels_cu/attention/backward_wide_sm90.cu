@@ -51,7 +51,7 @@ using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};    // queries of a tile
 constexpr int HEAD_DIM = ${head_dim}, HEAD_DIM_V = ${head_dim_v};  // padded with zeros
 constexpr bool DETERMINISTIC = ${deterministic};
-constexpr bool DIRECT = !DETERMINISTIC;  // dQ is added up from registers, else by copies
+constexpr bool DIRECT = ${direct};  // dQ is added up from registers, else by copies
 constexpr int Q_STAGES = ${q_stages}, DO_STAGES = ${do_stages};  // tiles in shared memory
 constexpr int P_STAGES = ${p_stages}, DS_STAGES = ${ds_stages};  // P^T and dS^T of tiles
 constexpr int DQ_STAGES = ${dq_stages};                          // parts of dQ
@@ -286,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
   } else if (warpgroup == 2) {
     fewer_registers<DQ_REGISTERS>();  // ---- dQ
     multiply_dq<elem_t, Layout, Tile, DETERMINISTIC, DIRECT>(
-        barriers, shared, sizes, next_work, works_taken, step_number, dq_sum, lane, warp,
+        barriers, shared, sizes, next_work, works_taken, step_number, dq_sum, turns, lane, warp,
         threadIdx.x == 2 * WARPGROUP, NoBiasGradient{});
   } else {
     fewer_registers<COPY_REGISTERS>();
@@ -301,11 +301,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       const KeyLoads<KTile, VTile, Barriers> loads{barriers,           shared, Layout::K_STAGE,
                                                    shared + Layout::V, k_map,  v_map};
       load_keys(loads, sizes);
-    } else if (DETERMINISTIC && signals) {
+    } else if (DETERMINISTIC && !DIRECT && signals) {
       // ---- copies of dQ, in turns
       //% if deterministic
       const DQParts<Layout, Sizes::INDEX_ROWS> parts{dq_sum, shared};
-      copy_ordered<Layout>(barriers, turns, warp - 2, parts);
+      if constexpr (!DIRECT) copy_ordered<Layout>(barriers, turns, warp - 2, parts);
       //% endif
     }
   }

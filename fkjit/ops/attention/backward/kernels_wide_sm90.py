@@ -41,6 +41,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "block_q": block_q_sm90(params),
         **dict.fromkeys(("form", "varlen", "softcap", "alibi", "mask"), False),
         **_stages(params),
+        "direct": not _stages(params)["dq_stages"],
         **_registers(params),
     }
     return values | (parse(params["form"]).values() if "form" in params else {})
