@@ -73,7 +73,6 @@ constexpr int BLOCK_K = 128, WARPGROUP = 128, THREADS = 4 * WARPGROUP, Q_STEPS =
 // What setmaxnreg gives to some it has taken from others of those that a block was launched with.
 static_assert(2 * MAIN_REGISTERS + DQ_REGISTERS + COPY_REGISTERS <= 65536 / WARPGROUP,
               "more would be waited for forever");
-static_assert(!(DIRECT && DETERMINISTIC), "turns are taken by the threads that start copies");
 
 using Layout = BackwardLayout<BLOCK_Q, HEAD_DIM, Q_STAGES, DO_STAGES, DQ_STAGES, BIAS, MASK, GUARD>;
 using QTile = Layout::QTile;  // of Q and dO
@@ -340,11 +339,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       const KeyLoads<KTile, VTile, Barriers> loads{barriers,           shared, Layout::K_STAGE,
                                                    shared + Layout::V, k_map,  v_map};
       load_keys(loads, sizes);
-    } else if (DETERMINISTIC && signals) {
+    } else if (DETERMINISTIC && !DIRECT && signals) {
       // ---- copies of dQ, in turns
       //% if deterministic
       const DQParts<Layout, Sizes::INDEX_ROWS> parts{dq_sum, shared};
-      copy_ordered<Layout>(barriers, turns, warp - 2, parts);
+      if constexpr (!DIRECT) copy_ordered<Layout>(barriers, turns, warp - 2, parts);
       //% endif
     }
   }

@@ -25,6 +25,7 @@
 
    Source: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/named_barrier.cuh"
@@ -38,6 +39,7 @@
 #include "attention/backward_sm90/barriers.cuh"
 #include "attention/backward_sm90/bias_gradient.cuh"
 #include "attention/backward_sm90/copies.cuh"
+#include "attention/backward_sm90/dq_pairs.cuh"
 #include "attention/backward_sm90/dq_products.cuh"
 #include "attention/backward_sm90/halves.cuh"
 #include "attention/backward_sm90/layout.cuh"
@@ -61,7 +63,10 @@ constexpr int LSE_AHEAD = ${lse_ahead}, DELTA_AHEAD = ${delta_ahead};  // pairs 
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 constexpr bool VARLEN = ${varlen}, SOFTCAP = ${softcap}, ALIBI = ${alibi}, MASK = ${mask};
 
-constexpr int BLOCK_K = 64, WARPGROUP = 128, THREADS = 4 * WARPGROUP;
+constexpr bool PAIRED = ${paired};  // two thread blocks of a cluster have neighbouring keys
+
+constexpr int BLOCK_K = 64, WORK_K = PAIRED ? 2 * BLOCK_K : BLOCK_K;  // keys of a work item
+constexpr int WARPGROUP = 128, THREADS = 4 * WARPGROUP;
 constexpr int OWN_Q = BLOCK_Q / 2, Q_STEPS = OWN_Q / 16;  // of a warpgroup
 enum Meeting { P_READY = 1, DS_READY = 2, P_READ = 3 };   // named barriers of both warpgroups
 // What setmaxnreg gives to some it has taken from others of those that a block was launched with.
@@ -79,13 +84,17 @@ using Rings = BackwardRings<Layout>;
 // Work items are taken by the warps that multiply, and by the thread that loads K and V.
 using Barriers = BackwardBarriers<Layout, 3 * 4 + 1>;
 //% if form
-using Sizes = FormSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC, VARLEN, ALIBI, MASK>;
+using Sizes = FormSizes<BLOCK_Q, WORK_K, DETERMINISTIC, VARLEN, ALIBI, MASK>;
 //% else
-using Sizes = BackwardSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC>;
+using Sizes = BackwardSizes<BLOCK_Q, WORK_K, DETERMINISTIC>;
 //% endif
 using Tile = BackwardTile<BLOCK_Q, BLOCK_K>;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backward_wide_sm90(
+extern "C" __global__ void
+//% if paired
+    __cluster_dims__(2)
+//% endif
+    __launch_bounds__(THREADS, 1) attention_flash_backward_wide_sm90(
     const __grid_constant__ TensorMap q_map,     // q, dout [batch, heads_q, seqlen_q, head_dim],
     const __grid_constant__ TensorMap dout_map,  // BLOCK_Q rows; all boxes are 64 columns wide
     const __grid_constant__ TensorMap k_map,     // k, v [batch, heads_kv, seqlen_k, head_dim],
@@ -138,11 +147,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
   const Sizes sizes(cu_seqlens_q, cu_seqlens_k, batch, heads_q, group_size, seqlen_q, seqlen_k,
                     rows_padded, rounds, form, alibi_slopes, mask_bits, mask_bits_strides);
   //% else
-  const Sizes sizes{batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal, rounds};
+  const Sizes sizes{batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal, rounds,
+                    PAIRED ? cluster_rank() * BLOCK_K : 0};
   //% endif
 
-  if (threadIdx.x == 0) barriers.init();
-  __syncthreads();
+  const PairBarriers pair{shared + Layout::BARRIERS + Barriers::BYTES + 32};
+  if (threadIdx.x == 0) {
+    barriers.init();
+    if (PAIRED) pair.init();
+  }
+  if (PAIRED)
+    meet_cluster();
+  else
+    __syncthreads();
   int works_taken = 0, step_number = 0;  // step_number: tiles of queries so far
   const auto next_work = [&] { return take_work(barriers, works_taken++, signals); };
   if (warpgroup < 2) {
@@ -285,6 +302,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     }
   } else if (warpgroup == 2) {
     fewer_registers<DQ_REGISTERS>();  // ---- dQ
+    if constexpr (PAIRED)
+      multiply_dq_paired<elem_t, Layout, Tile, DETERMINISTIC>(
+          barriers, pair, shared, sizes, next_work, works_taken, step_number, dq_sum, turns, lane,
+          warp);
+    else
     multiply_dq<elem_t, Layout, Tile, DETERMINISTIC, DIRECT>(
         barriers, shared, sizes, next_work, works_taken, step_number, dq_sum, turns, lane, warp,
         threadIdx.x == 2 * WARPGROUP, NoBiasGradient{});
@@ -308,5 +330,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       if constexpr (!DIRECT) copy_ordered<Layout>(barriers, turns, warp - 2, parts);
       //% endif
     }
+  }
+  if (PAIRED) {  // nobody ends while the other one still gives
+    __syncwarp();
+    meet_cluster();
   }
 }

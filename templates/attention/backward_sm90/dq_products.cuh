@@ -11,7 +11,9 @@
 #include "attention/backward_sm90/products.cuh"
 #include "attention/backward_sm90/sums.cuh"
 
-// A warp's turn at its rows of a tile, which nobody else of its thread block adds to.
+// A warp's turn at its rows of a tile. SHARERS: warps of other thread blocks add to other columns of
+// theirs, beside it.
+template <int SHARERS = 1>
 struct RowTurns {
   u32* counter;
   u32 rank, others;
@@ -22,13 +24,13 @@ struct RowTurns {
         others(load_shared_word(about + 20)) {}
   __device__ __forceinline__ void wait(bool signals) const {
     if (signals && rank > 0)
-      while (load_acquire(counter) != rank) {
+      while (load_acquire(counter) < SHARERS * rank) {
       }
     __syncwarp();
   }
   __device__ __forceinline__ void leave(bool signals) const {
     __syncwarp();
-    if (signals) red_inc_release(counter, others);
+    if (signals) red_inc_release(counter, SHARERS * others);
   }
 };
 
@@ -65,7 +67,7 @@ __device__ __forceinline__ void multiply_dq(const Barriers& barriers, u32 shared
       const u64 ds_tile = ds_operand + (ds_ring.stage * Layout::DS_STAGE >> 4);
       const Tile tile(barriers.tile(step_number));
       last = tile.last;
-      const RowTurns rows(turns, barriers.tile(step_number), tile.index * INDEX_BLOCKS + warp);
+      const RowTurns<> rows(turns, barriers.tile(step_number), tile.index * INDEX_BLOCKS + warp);
       bias_gradient.add(barriers.tile(step_number),
                         shared + Layout::DS + ds_ring.stage * Layout::DS_STAGE);
 #pragma unroll

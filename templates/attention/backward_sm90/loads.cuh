@@ -94,7 +94,7 @@ __device__ __forceinline__ void load_tiles(const BackwardLoads<Rings, Barriers>&
       BackwardWalk at = noted_walk(barriers);
       const auto now = sizes.again();
       TileLoad<Rings, Barriers> load(loads, step_number);
-      const int q0 = at.tile * BLOCK_Q, first_key = work.block * BLOCK_K;
+      const int q0 = at.tile * BLOCK_Q, first_key = work.block * BLOCK_K + sizes.own_key;
       const int index = at.index(work, now);
       last = at.left == 1;
       load.begin(step_number);
@@ -137,6 +137,6 @@ __device__ __forceinline__ void load_keys(const KeyLoads<KTile, VTile, Barriers>
     const int number = take_work_alone(loads.barriers, taken);
     if (number >= sizes.works()) break;
     const BackwardWorkItem work(number, sizes);
-    loads.load(taken, work.block * BLOCK_K, work.head, work.batch);
+    loads.load(taken, work.block * BLOCK_K + sizes.own_key, work.head, work.batch);
   }
 }

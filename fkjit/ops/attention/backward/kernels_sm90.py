@@ -15,7 +15,7 @@ from fkjit.ops.attention.backward import problem
 from fkjit.ops.attention.backward.kernels_preprocess import CASES, OP
 from fkjit.ops.attention.backward.problem import Options
 from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90 as BLOCK_K
-from fkjit.ops.attention.backward.tiles import BLOCK_Q_SM90, WIDE_SM90, block_q_sm90
+from fkjit.ops.attention.backward.tiles import BLOCK_Q_SM90, WIDE_SM90, block_q_sm90, is_paired
 from fkjit.ops.attention.features import ScoreFeatures, parse
 from fkjit.ops.attention.problem import shape_class
 from fkjit.runtime.interop import ITEMSIZE, View
@@ -168,11 +168,17 @@ def _heads(one: Problem) -> int:
 
 
 def _blocks(params: Params, one: Problem) -> int:
-    return -(-one["seqlen_k"] // BLOCK_K[params["head_dim"]])
+    return -(-one["seqlen_k"] // _work_keys(params))
 
 
-def _multiprocessors(one: Problem) -> int:
-    return one.get("multiprocessors", SMS)
+def _work_keys(params: Params) -> int:
+    """Keys of a work item, which two thread blocks may have in common."""
+    return BLOCK_K[params["head_dim"]] * (1 + is_paired(params))
+
+
+def _multiprocessors(params: Params, one: Problem) -> int:
+    """Of a GPU, or pairs of them."""
+    return one.get("multiprocessors", SMS) // (1 + is_paired(params))
 
 
 def _teams(blocks: int, heads: int, multiprocessors: int, rounds: int) -> int:
@@ -182,8 +188,8 @@ def _teams(blocks: int, heads: int, multiprocessors: int, rounds: int) -> int:
 
 def _rounds(params: Params, one: Problem) -> int:
     """In how many rounds a team of thread blocks goes through a head, where dq has an order."""
-    block_q, block_k = block_q_sm90(params), BLOCK_K[params["head_dim"]]
-    sizes = _blocks(params, one), _heads(one), _multiprocessors(one)
+    block_q, block_k = block_q_sm90(params), _work_keys(params)
+    sizes = _blocks(params, one), _heads(one), _multiprocessors(params, one)
     return _best_rounds(2 * block_q // block_k, *sizes, one["causal"])
 
 
@@ -209,7 +215,7 @@ def _abreast(params: Params, one: Problem) -> int:
     an order (see templates/attention/backward_sm90/features_schedule.cuh): several times as many
     blocks as run at a time, but what L2 has room for; and so that there is an even number of such
     sections."""
-    enough = 256 // params["head_dim"] * _multiprocessors(one)
+    enough = 256 // params["head_dim"] * _multiprocessors(params, one)
     pairs = max(1, round(_heads(one) * _blocks(params, one) / enough / 2))
     return -(-_heads(one) // (2 * pairs))
 
@@ -218,9 +224,9 @@ def grid(params: Params, one: Problem) -> Dim3:
     """One block an SM, or fewer where there is less to do, or no room for another team."""
     if params["deterministic"] and "form" not in params:
         rounds, blocks = _rounds(params, one), _blocks(params, one)
-        sizes = blocks, _heads(one), _multiprocessors(one)
-        return (_teams(*sizes, rounds) * -(-blocks // rounds), 1, 1)
-    return (min(_blocks(params, one) * _heads(one), _multiprocessors(one)), 1, 1)
+        sizes = blocks, _heads(one), _multiprocessors(params, one)
+        return (_teams(*sizes, rounds) * -(-blocks // rounds) * (1 + is_paired(params)), 1, 1)
+    return (min(_blocks(params, one) * _heads(one), _multiprocessors(params, one)), 1, 1)
 
 
 # ------------------------------------------------------------------ arguments
@@ -358,8 +364,8 @@ def in_order(one: Problem, options: Options) -> bool:
         )
         return banded or bool(features.score_mod) or (features.softcap and is_wide(one))
     dims = padded_dims(one) or {}
-    blocks = _blocks(dims, one)
-    several = blocks * _heads(one) > _multiprocessors(one)
+    params = {**dims, "deterministic": False}
+    several = _blocks(params, one) * _heads(one) > _multiprocessors(params, one)
     shared = one["causal"] and one["heads_q"] > one["heads_kv"]
     return several and (shared or dims["head_dim"] == 192)
 

@@ -11,10 +11,18 @@ from typing import Any
 from fkjit.ops.attention.backward import kernels_sm90 as sm90
 from fkjit.ops.attention.backward import problem
 from fkjit.ops.attention.backward.kernels_preprocess import CASES, OP
-from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90, WIDE_SM90, block_q_sm90
+from fkjit.ops.attention.backward.tiles import (
+    BLOCK_K_SM90,
+    WIDE_SM90,
+    block_q_sm90,
+    is_paired,
+)
 from fkjit.ops.attention.features import parse
 from fkjit.ops.attention.problem import shape_class
 from fkjit.spec import KernelSpec, Param, Params, SharedLayout, Work
+
+
+_PAIR_BYTES = 32 + 64  # of barriers, behind those of features
 
 
 def _stages(params: Params) -> dict[str, int]:
@@ -28,10 +36,9 @@ def _stages(params: Params) -> dict[str, int]:
 
 def _registers(params: Params) -> dict[str, int]:
     """Those of a thread, and how many pairs of lse and of delta it reads early."""
-    if block_q_sm90(params) == 64:
-        ahead, each = (4, 4), (208, 64, 32)
-    else:
-        ahead, each = (8, 8 if params["deterministic"] else 2), (200, 80, 32)
+    tall = block_q_sm90(params) > 64
+    ahead = (8, 8 if params["deterministic"] else 2) if tall else (4, 4)
+    each = (200, 80, 32) if tall or is_paired(params) else (208, 64, 32)
     names = ("lse_ahead", "delta_ahead", "main_registers", "dq_registers", "copy_registers")
     return dict(zip(names, (*ahead, *each), strict=True))
 
@@ -41,7 +48,8 @@ def _derive(params: Params) -> dict[str, Any]:
         "block_q": block_q_sm90(params),
         **dict.fromkeys(("form", "varlen", "softcap", "alibi", "mask"), False),
         **_stages(params),
-        "direct": not _stages(params)["dq_stages"],
+        "direct": is_paired(params) or not _stages(params)["dq_stages"],
+        "paired": is_paired(params),
         **_registers(params),
     }
     return values | (parse(params["form"]).values() if "form" in params else {})
@@ -65,7 +73,7 @@ def _shared(params: Params) -> SharedLayout:
     )  # fmt: skip
     return [
         *((f"{name} stage {i}", size) for name, size, count in rings for i in range(count)),
-        ("mbarriers", sm90.barrier_bytes("form" in params)),
+        ("mbarriers", sm90.barrier_bytes("form" in params) + _PAIR_BYTES * is_paired(params)),
     ]
 
 
