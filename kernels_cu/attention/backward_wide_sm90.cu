@@ -64,6 +64,7 @@ constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory i
 constexpr bool VARLEN = ${varlen}, SOFTCAP = ${softcap}, ALIBI = ${alibi}, MASK = ${mask};
 
 constexpr bool PAIRED = ${paired};  // two thread blocks of a cluster have neighbouring keys
+constexpr bool SHARED_TILES = ${shared_tiles};  // and read each tile of Q and dO once
 
 constexpr int BLOCK_K = 64, WORK_K = PAIRED ? 2 * BLOCK_K : BLOCK_K;  // keys of a work item
 constexpr int WARPGROUP = 128, THREADS = 4 * WARPGROUP;
@@ -75,7 +76,7 @@ static_assert(2 * MAIN_REGISTERS + DQ_REGISTERS + COPY_REGISTERS <= 65536 / WARP
 
 
 using Layout = BackwardLayout<BLOCK_Q, HEAD_DIM, Q_STAGES, DO_STAGES, DQ_STAGES, false, MASK, GUARD,
-                              BLOCK_K, 1, DS_STAGES, P_STAGES, HEAD_DIM_V>;
+                              BLOCK_K, 1, DS_STAGES, P_STAGES, HEAD_DIM_V, SHARED_TILES>;
 using QTile = Layout::QTile;
 using KTile = Layout::KTile;
 using VTile = Layout::VTile;
@@ -187,6 +188,11 @@ extern "C" __global__ void
     u32 p[Q_STEPS][4];
     RowPairs<LSE_AHEAD> lse;
     RowPairs<DELTA_AHEAD> delta;
+    // A tile has been multiplied.
+    const auto leave = [&](u32 barrier) {
+      mbarrier_arrive(barrier);
+      if (SHARED_TILES) cluster_arrive_at(barrier, cluster_rank() ^ 1);
+    };
     const auto share = [&](u32 tile, const u32(&own)[Q_STEPS][4]) {
 #pragma unroll
       for (int step = 0; step < Q_STEPS; ++step)
@@ -249,7 +255,7 @@ extern "C" __global__ void
                                                      do_tile(do_ring.stage, ROWS));
         wgmma_wait<1>();
         if (signals && step_number > first_step)
-          mbarrier_arrive(barriers.q_empty((step_number - 1) % Q_STAGES));
+          leave(barriers.q_empty((step_number - 1) % Q_STAGES));
         named_barrier_wait_aligned<2 * WARPGROUP>(P_READY);
         wgmma_fence();
         dv_sum.issue<elem_t, Layout>(
@@ -288,14 +294,14 @@ extern "C" __global__ void
         lse.load(rows_at(next_step));
         wgmma_wait<1>();
         __syncwarp();  // lanes have read what rows bring along
-        if (signals) mbarrier_arrive(barriers.do_empty(do_ring.stage));
+        if (signals) leave(barriers.do_empty(do_ring.stage));
         if (!last) take_scores(s, next_step);
       }
       // 4. dV is stored while the last dK is multiplied.
       store(dv, dv_strides, head_dim_v, dv_sum, 1.f, step_number - 1);
       wgmma_wait<0>();
       if (signals) {
-        mbarrier_arrive(barriers.q_empty((step_number - 1) % Q_STAGES));
+        leave(barriers.q_empty((step_number - 1) % Q_STAGES));
         mbarrier_arrive(barriers.k_empty(0));
       }
       store(dk, dk_strides, head_dim, dk_sum, softmax_scale, step_number - 1);

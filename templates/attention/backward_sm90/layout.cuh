@@ -19,11 +19,13 @@
 
 template <int BLOCK_Q_, int HEAD_DIM_, int Q_STAGES_, int DO_STAGES_, int DQ_STAGES_, bool BIAS,
           bool MASK, int GUARD, int BLOCK_K_ = 128, int K_STAGES_ = 2, int DS_STAGES_ = 2,
-          int P_STAGES_ = 0, int HEAD_DIM_V_ = HEAD_DIM_>
+          int P_STAGES_ = 0, int HEAD_DIM_V_ = HEAD_DIM_, bool SHARED_TILES_ = false>
 struct BackwardLayout {
   static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_;
   // Two warpgroups have 64 keys each of a tile, or all of them and half of its queries.
   static constexpr bool SHARED_KEYS = BLOCK_K == 64;
+  // Tiles of Q and dO come for both thread blocks of a cluster.
+  static constexpr bool SHARED_TILES = SHARED_TILES_;
   // Of products; of tiles and of sums of dQ, in whole panels.
   static constexpr int HEAD_DIM = HEAD_DIM_, HEAD_DIM_V = HEAD_DIM_V_;
   static constexpr int SUM_COLUMNS = ceil_div(HEAD_DIM, 64) * 64;

@@ -2,6 +2,7 @@
 // and notes for all others what each tile is; one loads K and V.
 #pragma once
 #include "ptx/bulk.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/tma.cuh"
@@ -38,6 +39,18 @@ struct BackwardLoads {
   const TensorMap* bias_map;  // or null
 };
 
+// A tile for both thread blocks of a cluster, of which each asks for every other panel.
+template <typename Tile>
+__device__ __forceinline__ void load_shared_tile(u32 shared, const TensorMap& map, u32 barrier,
+                                                 int row, int head, int batch, int turn) {
+  mbarrier_expect(barrier, Tile::BYTES);
+#pragma unroll
+  for (int panel = 0; panel < Tile::PANELS; ++panel)
+    if (panel % 2 == turn)
+      tma_load_multicast(shared + panel * Tile::PANEL_BYTES, map, barrier,
+                         panel * Tile::PANEL_COLUMNS, row, head, batch, 3);
+}
+
 // The load of a thread block's tile `step_number`.
 template <typename Rings, typename Barriers>
 struct TileLoad {
@@ -65,7 +78,12 @@ struct TileLoad {
     using QTile = typename Rings::QTile;
     using DOTile = typename Rings::DOTile;
     const Barriers& barriers = loads.barriers;
-    tma_load_tile<QTile>(loads.rings.q(q_ring.stage), loads.q_map, q_full, row, head, batch);
+    const int turn = Rings::SHARED_TILES ? cluster_rank() : 0;
+    if constexpr (Rings::SHARED_TILES)
+      load_shared_tile<QTile>(loads.rings.q(q_ring.stage), loads.q_map, q_full, row, head, batch,
+                              turn);
+    else
+      tma_load_tile<QTile>(loads.rings.q(q_ring.stage), loads.q_map, q_full, row, head, batch);
     if (!Rings::ROWS_WITH_Q) mbarrier_wait(barriers.do_empty(do_ring.stage), do_ring.parity ^ 1);
     mbarrier_expect(q_full, Rings::ROWS_BYTES + Rings::MASK_BYTES);
     const i64 first = static_cast<i64>(index) * Rings::BLOCK_Q;
@@ -73,8 +91,12 @@ struct TileLoad {
     bulk_load(rows + Rings::ROWS_BYTES / 2, loads.delta + first, Rings::ROWS_BYTES / 2, q_full);
     if (Rings::MASK_BYTES > 0) bulk_load(rows + Rings::ROWS_BYTES, mask, Rings::MASK_BYTES, q_full);
     if (Rings::ROWS_WITH_Q) mbarrier_wait(barriers.do_empty(do_ring.stage), do_ring.parity ^ 1);
-    tma_load_tile<DOTile>(loads.rings.dout(do_ring.stage), loads.dout_map,
-                         barriers.do_full(do_ring.stage), row, head, batch);
+    if constexpr (Rings::SHARED_TILES)
+      load_shared_tile<DOTile>(loads.rings.dout(do_ring.stage), loads.dout_map,
+                               barriers.do_full(do_ring.stage), row, head, batch, turn ^ 1);
+    else
+      tma_load_tile<DOTile>(loads.rings.dout(do_ring.stage), loads.dout_map,
+                            barriers.do_full(do_ring.stage), row, head, batch);
   }
 };
 

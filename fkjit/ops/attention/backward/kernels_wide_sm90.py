@@ -50,6 +50,7 @@ def _derive(params: Params) -> dict[str, Any]:
         **_stages(params),
         "direct": is_paired(params) or not _stages(params)["dq_stages"],
         "paired": is_paired(params),
+        "shared_tiles": is_paired(params),
         **_registers(params),
     }
     return values | (parse(params["form"]).values() if "form" in params else {})
