@@ -146,7 +146,8 @@ extern "C" __global__ void
   const bool signals = lane == 0;
   //% if form
   const Sizes sizes(cu_seqlens_q, cu_seqlens_k, batch, heads_q, group_size, seqlen_q, seqlen_k,
-                    rows_padded, rounds, form, alibi_slopes, mask_bits, mask_bits_strides);
+                    rows_padded, rounds, form, alibi_slopes, mask_bits, mask_bits_strides,
+                    PAIRED ? cluster_rank() * BLOCK_K : 0);
   //% else
   const Sizes sizes{batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal, rounds,
                     PAIRED ? cluster_rank() * BLOCK_K : 0};
@@ -323,7 +324,7 @@ extern "C" __global__ void
       // ---- tiles of Q and dO, and notes of what they are
       load_tiles(BackwardLoads<Rings, Barriers>{barriers, Rings(shared), q_map, dout_map, lse_log2,
                                                 delta, nullptr},
-                 sizes, counters);
+                 sizes, PAIRED ? nullptr : counters);
     } else if (role == 1 && elect_one()) {
       // ---- K and V
       const KeyLoads<KTile, VTile, Barriers> loads{barriers,           shared, Layout::K_STAGE,

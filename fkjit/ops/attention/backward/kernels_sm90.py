@@ -222,11 +222,12 @@ def _abreast(params: Params, one: Problem) -> int:
 
 def grid(params: Params, one: Problem) -> Dim3:
     """One block an SM, or fewer where there is less to do, or no room for another team."""
+    blocks, heads, each = _blocks(params, one), _heads(one), 1 + is_paired(params)
+    workers = _multiprocessors(params, one)
     if params["deterministic"] and "form" not in params:
-        rounds, blocks = _rounds(params, one), _blocks(params, one)
-        sizes = blocks, _heads(one), _multiprocessors(params, one)
-        return (_teams(*sizes, rounds) * -(-blocks // rounds) * (1 + is_paired(params)), 1, 1)
-    return (min(_blocks(params, one) * _heads(one), _multiprocessors(params, one)), 1, 1)
+        rounds = _rounds(params, one)
+        return (_teams(blocks, heads, workers, rounds) * -(-blocks // rounds) * each, 1, 1)
+    return (min(blocks * heads, workers) * each, 1, 1)
 
 
 # ------------------------------------------------------------------ arguments

@@ -20,7 +20,7 @@ PAIRED_SM90 = [(192, 128), (256, 256)]  # of these thread blocks come in pairs, 
 def is_paired(params: Params) -> bool:
     """Whether two thread blocks of a cluster have neighbouring keys, and add dq up together."""
     dims = params["head_dim"], params.get("head_dim_v")
-    return params["deterministic"] and "form" not in params and dims in PAIRED_SM90
+    return params["deterministic"] and dims in PAIRED_SM90
 
 
 def block_q_sm90(params: Params) -> int:
