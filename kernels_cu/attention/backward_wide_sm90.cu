@@ -128,13 +128,10 @@ extern "C" __global__ void
     const AttentionForm form,
     const Strides mask_bits_strides,  // between batches, heads and tiles, in words
     //% endif
-    //% if deterministic
     const int rounds,  // see backward_sm90/schedule.cuh, or with a form features.cuh
-    //% endif
     const int causal) {  // query i sees keys up to i + seqlen_k - seqlen_q
   //% if not deterministic
   constexpr u32* turns = nullptr;
-  constexpr int rounds = 1;
   //% elif not form
   constexpr u32* counters = nullptr;
   //% endif
@@ -311,8 +308,8 @@ extern "C" __global__ void
     fewer_registers<DQ_REGISTERS>();  // ---- dQ
     if constexpr (PAIRED)
       multiply_dq_paired<elem_t, Layout, Tile, DETERMINISTIC>(
-          barriers, pair, shared, sizes, next_work, works_taken, step_number, dq_sum, turns, lane,
-          warp);
+          barriers, pair, shared, sizes, next_work, works_taken, step_number, dq_sum, lane, warp,
+          threadIdx.x == 2 * WARPGROUP);
     else
     multiply_dq<elem_t, Layout, Tile, DETERMINISTIC, DIRECT>(
         barriers, shared, sizes, next_work, works_taken, step_number, dq_sum, turns, lane, warp,
@@ -330,11 +327,14 @@ extern "C" __global__ void
       const KeyLoads<KTile, VTile, Barriers> loads{barriers,           shared, Layout::K_STAGE,
                                                    shared + Layout::V, k_map,  v_map};
       load_keys(loads, sizes);
-    } else if (DETERMINISTIC && !DIRECT && signals) {
-      // ---- copies of dQ, in turns
+    } else if (DETERMINISTIC && (PAIRED || !DIRECT) && signals) {
+      // ---- copies of dQ, in turns; or turns alone
       //% if deterministic
       const DQParts<Layout, Sizes::INDEX_ROWS> parts{dq_sum, shared};
-      if constexpr (!DIRECT) copy_ordered<Layout>(barriers, turns, warp - 2, parts);
+      if constexpr (PAIRED)
+        take_turns<Layout, Sizes::INDEX_ROWS>(barriers, pair, turns, warp - 2);
+      else
+        copy_ordered<Layout>(barriers, turns, warp - 2, parts);
       //% endif
     }
   }

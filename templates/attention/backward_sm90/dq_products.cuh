@@ -18,10 +18,11 @@ struct RowTurns {
   u32* counter;
   u32 rank, others;
 
-  __device__ __forceinline__ RowTurns(u32* turns, u32 about, int row_block)
+  // `about`: notes of the tile, if there is an order.
+  __device__ __forceinline__ RowTurns(u32* turns, u32 about, int row_block, bool ordered)
       : counter(turns + row_block),
-        rank(load_shared_word(about + 16)),
-        others(load_shared_word(about + 20)) {}
+        rank(ordered ? load_shared_word(about + 16) : 0),
+        others(ordered ? load_shared_word(about + 20) : 0) {}
   __device__ __forceinline__ void wait(bool signals) const {
     if (signals && rank > 0)
       while (load_acquire(counter) < SHARERS * rank) {
@@ -67,7 +68,8 @@ __device__ __forceinline__ void multiply_dq(const Barriers& barriers, u32 shared
       const u64 ds_tile = ds_operand + (ds_ring.stage * Layout::DS_STAGE >> 4);
       const Tile tile(barriers.tile(step_number));
       last = tile.last;
-      const RowTurns<> rows(turns, barriers.tile(step_number), tile.index * INDEX_BLOCKS + warp);
+      const RowTurns<> rows(turns, barriers.tile(step_number), tile.index * INDEX_BLOCKS + warp,
+                            DETERMINISTIC && DIRECT);
       bias_gradient.add(barriers.tile(step_number),
                         shared + Layout::DS + ds_ring.stage * Layout::DS_STAGE);
 #pragma unroll

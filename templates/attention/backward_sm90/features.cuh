@@ -180,7 +180,7 @@ template <typename Sizes>
 struct WorkItemNotes {
   static constexpr int BLOCK_Q = Sizes::BLOCK_Q, BLOCK_K = Sizes::BLOCK_K;
   static constexpr int KEYS = 32;  // bytes before what the others are told
-  static constexpr int NUMBER = 144;  // before the last number, where clusters take turns
+  static constexpr int NUMBER = 176;  // before the last number, where clusters take turns
   u32 address;
 
   __device__ __forceinline__ void write(const FormWorkItem<Sizes>& piece,

@@ -32,6 +32,7 @@ _BARRIER_BYTES = 320 + 8 * 48 + 48
 _NOTE_BYTES = 2 * 16  # keys of two work items
 _RAGGED_ROWS = 128  # templates/attention/backward_sm90/tensor_rows.cuh
 _ONE = ("1", "1.", "1.0", "1.f", "1.0f")  # derivatives of a score_mod that only adds
+_FEW = 8  # blocks of keys an SM
 _LEAST_CAP = 1.0  # derivatives come from probabilities of 16 bits: beside it they are off by little
 
 
@@ -186,11 +187,28 @@ def _teams(blocks: int, heads: int, multiprocessors: int, rounds: int) -> int:
     return min(multiprocessors // -(-blocks // rounds), heads)
 
 
+def _team_time(blocks: int, heads: int, workers: int, rounds: int, causal: bool) -> int:
+    """Blocks of keys that a team goes through, of a causal head so many halves."""
+    each = -(-heads // _teams(blocks, heads, workers, rounds))
+    return -(-each // 2) * rounds * (blocks + 1) if causal else each * rounds
+
+
+def draws(params: Params, one: Problem) -> bool:
+    """Whether blocks of keys are better drawn one by one, as with score features, than dealt out to
+    teams: causal ones of heads that share no keys, where there are more than run at a time."""
+    if not (one["causal"] and params["deterministic"]) or "head_dim_v" in params:
+        return False
+    several = _blocks(params, one) * _heads(one) > _multiprocessors(params, one)
+    return bool(several and one["heads_q"] == one["heads_kv"])
+
+
 def _rounds(params: Params, one: Problem) -> int:
     """In how many rounds a team of thread blocks goes through a head, where dq has an order."""
     block_q, block_k = block_q_sm90(params), _work_keys(params)
     sizes = _blocks(params, one), _heads(one), _multiprocessors(params, one)
-    return _best_rounds(2 * block_q // block_k, *sizes, one["causal"])
+    shared = "head_dim_v" in params and one.get("heads_q", 1) > one["heads_kv"]
+    apart = 1 if shared else 2 * block_q // block_k  # query heads of a group keep them apart, too
+    return _best_rounds(apart, *sizes, one["causal"])
 
 
 @decision(1024)
@@ -199,12 +217,8 @@ def _best_rounds(apart: int, blocks: int, heads: int, multiprocessors: int, caus
     tiles between two that come to one, `apart` blocks of keys; of those that are nearly the fastest
     by count of blocks."""
 
-    def time(rounds: int) -> int:
-        each = -(-heads // _teams(blocks, heads, multiprocessors, rounds))
-        return -(-each // 2) * rounds * (blocks + 1) if causal else each * rounds
-
     legal = range(-(-blocks // multiprocessors), blocks + 1)
-    times = {rounds: time(rounds) for rounds in legal}
+    times = {n: _team_time(blocks, heads, multiprocessors, n, causal) for n in legal}
     best = min(times.values())
     near = [rounds for rounds in legal if 20 * times[rounds] <= 21 * best]
     return next((rounds for rounds in near if rounds >= apart), near[-1])
@@ -218,6 +232,17 @@ def _abreast(params: Params, one: Problem) -> int:
     enough = 256 // params["head_dim"] * _multiprocessors(params, one)
     pairs = max(1, round(_heads(one) * _blocks(params, one) / enough / 2))
     return -(-_heads(one) // (2 * pairs))
+
+
+def _order(params: Params, one: Problem) -> int:
+    """What schedules take as `rounds`. In any order 2: with few causal blocks an SM the longest ones
+    of all heads come first."""
+    if "form" in params:
+        return _abreast(params, one)
+    if params["deterministic"]:
+        return _rounds(params, one)
+    few = _blocks(params, one) * _heads(one) <= _FEW * _multiprocessors(params, one)
+    return 2 if one["causal"] and few else 1
 
 
 def grid(params: Params, one: Problem) -> Dim3:
@@ -251,14 +276,13 @@ def arguments(params: Params, one: Problem, arrays: Mapping[str, Any]) -> dict[s
     block_q, block_k = block_q_sm90(params), BLOCK_K[params["head_dim"]]
     features, boxes = _features(params), {"q": block_q, "dout": block_q, "k": block_k, "v": block_k}
     masked = features is not None and features.mask
-    rounds = _rounds if features is None and params["deterministic"] else _abreast
     return {
         **problem.arguments(params, one, arrays),
         **{f"{name}_map": rows_map(one, arrays, name, rows) for name, rows in boxes.items()},
         **{name: arrays[name] for name in ("counters",) if name in arrays},
         "mask_bits": arrays.get("mask_bits"),
         "mask_bits_strides": problem.bits_strides(block_q, one) if masked else (0, 0, 0),
-        "rounds": rounds(params, one),
+        "rounds": _order(params, one),
         "bias_map": _bias_map(one, arrays["bias"], features.bias, block_q)
         if features is not None and features.bias else None,
     }  # fmt: skip
@@ -354,9 +378,10 @@ def in_order(one: Problem, options: Options) -> bool:
     """Whether blocks add to dq in order: also where any would do, if there is a band of keys. Then
     nobody waits (see _abreast), and sums are not set to 0 before. Without features, where there are
     more blocks than SMs: causal ones are shared out more evenly in order (heads that share keys
-    make longer work items, of which there are few), and those of 192 columns, whose sums have 256,
-    were 5 to 9 % faster."""
-    if options.deterministic:
+    make longer work items, of which there are few), and those of 192 columns were 2 to 9 % faster.
+    Thread blocks that come in pairs know no other way."""
+    dims = padded_dims(one) or {}
+    if options.deterministic or is_paired({**dims, "deterministic": True}):
         return True
     if options.features:  # a score_mod finds more registers in order, and a wide one's soft cap
         banded, features = (
@@ -364,11 +389,10 @@ def in_order(one: Problem, options: Options) -> bool:
             parse(options.features),
         )
         return banded or bool(features.score_mod) or (features.softcap and is_wide(one))
-    dims = padded_dims(one) or {}
     params = {**dims, "deterministic": False}
     several = _blocks(params, one) * _heads(one) > _multiprocessors(params, one)
-    shared = one["causal"] and one["heads_q"] > one["heads_kv"]
-    return several and (shared or dims["head_dim"] == 192)
+    shared = one["causal"] and one["heads_q"] > one["heads_kv"] and not is_wide(one)
+    return several and (shared or dims.get("head_dim_v") == 192)
 
 
 FLASH_SM90 = KernelSpec(

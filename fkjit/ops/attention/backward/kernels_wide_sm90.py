@@ -22,7 +22,7 @@ from fkjit.ops.attention.problem import shape_class
 from fkjit.spec import KernelSpec, Param, Params, SharedLayout, Work
 
 
-_PAIR_BYTES = 32 + 64 + 16  # of barriers behind those of features, and a number
+_PAIR_BYTES = 32 + 96 + 16  # of barriers behind those of features, and a number
 
 
 def _stages(params: Params) -> dict[str, int]:
@@ -37,11 +37,10 @@ def _stages(params: Params) -> dict[str, int]:
 def _registers(params: Params) -> dict[str, int]:
     """Those of a thread, and how many pairs of lse and of delta it reads early."""
     tall = block_q_sm90(params) > 64
-    plain = params["deterministic"] and "form" not in params
-    ahead = (8, 8 if plain else 2) if tall else (4, 4)
-    each = (200, 80, 32) if tall or is_paired(params) else (208, 64, 32)
-    if tall and "form" in params and is_paired(params):
-        each = (192, 96, 32)
+    if is_paired(params):
+        ahead, each = (8, 8) if tall else (4, 0), (184, 112, 32)
+    else:
+        ahead, each = ((8, 2), (200, 80, 32)) if tall else ((4, 4), (208, 64, 32))
     names = ("lse_ahead", "delta_ahead", "main_registers", "dq_registers", "copy_registers")
     return dict(zip(names, (*ahead, *each), strict=True))
 

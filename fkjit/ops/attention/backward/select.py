@@ -17,7 +17,6 @@ from fkjit.ops.attention.backward.kernels import (
     DKDV_DQ,
     DKDV_ORDERED,
     DQ,
-    heads_abreast,
     with_features,
 )
 from fkjit.ops.attention.backward.kernels_bias import DBIAS, DBIAS_FP32, DBIAS_SUM, HEADS, ZEROS
@@ -38,6 +37,7 @@ from fkjit.spec import KernelSpec, Problem
 from fkjit.tuning import tuned
 
 IMPLEMENTATIONS = ("auto", "portable", "flash_sm90")
+_SLOWER = [(192, 128)]  # head dimensions, with score features, on Hopper
 
 
 class Selected(NamedTuple):
@@ -79,9 +79,10 @@ def select(
 
 def _allowed(problem: Problem, options: Options) -> tuple[str, ...]:
     """Values of impl that Hopper's kernel is taken with: above head dimension 128 "auto" leaves
-    score features, with which no GPU has timed it, to the portable kernels."""
-    untimed = sm90.is_wide(problem) and options.features
-    return ("flash_sm90",) if untimed else ("auto", "flash_sm90")
+    score features with which it was not seen to be faster to the portable kernels."""
+    dims = sm90.padded_dims(problem) or {}
+    slower = options.features and (dims.get("head_dim"), dims.get("head_dim_v")) in _SLOWER
+    return ("flash_sm90",) if slower else ("auto", "flash_sm90")
 
 
 def _scratch(problem: Problem, wanted: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
@@ -102,14 +103,12 @@ def _scratch(problem: Problem, wanted: tuple[str, ...]) -> dict[str, tuple[int, 
 
 
 def ordered_pays(one: Problem, head_dim: int) -> bool:
-    """Whether blocks wait little for one another: those of a head that run at a time begin one or
-    two tiles after one another, of as many as there are."""
+    """Whether one kernel whose blocks wait for one another beats two: where there are few blocks."""
     if head_dim != 128:
         return False
-    block_k, block_q = tiles("ordered", head_dim)[0][:2]
-    running = -(-one.get("multiprocessors", CPU_MULTIPROCESSORS) // heads_abreast(one))
-    at_once = min(-(-one["seqlen_k"] // block_k), running)
-    return 8 * at_once <= -(-one["seqlen_q"] // block_q)
+    blocks = -(-one["seqlen_k"] // tiles("ordered", head_dim)[0][0])
+    workers = one.get("multiprocessors", CPU_MULTIPROCESSORS)
+    return bool(blocks * one["batch"] * one["heads_kv"] <= 2 * workers)
 
 
 class _Call:
@@ -137,7 +136,7 @@ class _Call:
         dim = dims["head_dim"]
         problem["sum_columns"] = sm90.width(dim)
         problem["ordered"] = ordered = sm90.in_order(problem, self.options)
-        text = self.features.of_sm90()
+        text = self.features.of_sm90() or self._drawn({**dims, "deterministic": ordered})
         params: dict[str, Any] = {
             "dtype": problem["dtype"], **dims, "deterministic": ordered,
         }  # fmt: skip
@@ -153,6 +152,16 @@ class _Call:
             self._postprocess(),
             *self._slopes(dim),
         ]
+
+    def _drawn(self, params: dict[str, Any]) -> str:
+        """The text of a band of keys that is no more than the causal mask: with it blocks are drawn,
+        not dealt out to teams."""
+        one = self.problem
+        if not sm90.draws(params, one):
+            return ""
+        longest = max(one["seqlen_q"], one["seqlen_k"])
+        one |= {"window": (longest, 0), "softcap": 0.0, "score_scalars": {}}
+        return "window"
 
     def _slopes(self, dim: int) -> list[Launch]:
         """What rows add to the gradient of slopes: with keys as rows Hopper's kernel has no sums

@@ -14,7 +14,7 @@ BLOCK_Q_SM90 = {64: 128, 96: 64, 128: 64, 192: 64, 256: 64}  # S^T and dK in reg
 BLOCK_K_SM90 = {64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
 # Those whose keys two warpgroups share: queries of a tile by head dimensions, the second of v.
 WIDE_SM90 = {(192, 128): 128, (192, 192): 64, (256, 256): 64}
-PAIRED_SM90 = [(192, 128), (256, 256)]  # of these thread blocks come in pairs, in order
+PAIRED_SM90 = [(192, 128)]  # of these thread blocks come in pairs, in order
 
 
 def is_paired(params: Params) -> bool:
