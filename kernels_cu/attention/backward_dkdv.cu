@@ -18,9 +18,8 @@
    shared memory is used twice) fit into registers where dK and dV are 128 or more columns wide.
 
    With SUMS every tile's dQ = dS K is made here as well and added to fp32 sums in device memory:
-   five products instead of the seven that take backward_dq.cu beside this kernel. Blocks add in
-   whatever order they come, or ORDERED in a fixed one (backward/ordered_sums.cuh).
-   backward_dq_convert.cu rounds the sums.
+   five products instead of the seven that take backward_dq.cu beside this kernel, but blocks add in
+   whatever order they come. backward_dq_convert.cu rounds the sums.
 
    A bias and a mask are what sums of S' start from where a form has nothing but these and a band
    (ACC_INIT, backward/accumulator_init.cuh). Of a bias with one row for all queries the gradient is
@@ -38,7 +37,6 @@
 #include "ptx/special_registers.cuh"
 #include "attention/backward/dkdv_layout.cuh"
 #include "attention/backward/mma.cuh"
-#include "attention/backward/ordered_sums.cuh"
 #include "attention/backward/sum_fragments.cuh"
 #include "attention/key_block.cuh"
 //% if form
@@ -56,7 +54,6 @@ constexpr int HEAD_DIM_V = ${head_dim_v};  // of v and dout, padded
 constexpr int STAGES = ${stages};          // tiles of Q and dO in shared memory
 constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the registers
 constexpr bool SUMS = ${sums};             // whether dQ is added up, too
-constexpr bool ORDERED = ${ordered};       // in a fixed order
 constexpr bool ALIGNED = ${aligned};       // rows of all arrays start on 16-byte boundaries
 constexpr int GUARD = ${guard};            // bytes between tiles: 0 except where memory is checked
 constexpr bool ACC_INIT = ${seeded};       // sums of products start from bias and mask
@@ -122,11 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     elem_t* __restrict__ dk,             // as k
     elem_t* __restrict__ dv,             // as v
     float* __restrict__ dq_sum,  // fragments (backward/sum_fragments.cuh) of [batch, heads_q,
-                                 // rows_padded, HEAD_DIM]; null without SUMS, 0 unless ORDERED
-    //% if ordered
-    u32* __restrict__ turns,     // [batch, heads_q, rows_padded / 16], 0 before and after
-    u32* __restrict__ counters,  // [1], 0 before and after
-    //% endif
+                                 // rows_padded, HEAD_DIM]; null without SUMS
     //% if form
     float* __restrict__ dbias_parts,  // [batch, heads_q, WARPS_C, max_seqlen_k]; null without DBIAS
     //% endif
@@ -137,9 +130,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     //% if form
     const AttentionForm form${score_scalars},
     const float inverse_scale,  // 1 / softmax_scale, where ACC_INIT
-    //% endif
-    //% if ordered
-    const int heads_abreast,
     //% endif
     const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e)
@@ -173,46 +163,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                                     queries.start);
   };
   //% else
-  //% if ordered
-  const int index = abreast_index<BLOCK_K>(draw_number(counters, k_tile), seqlen_k, heads_abreast);
-  //% else
-  const int index = blockIdx.x;
-  //% endif
-  const KeyBlock<BLOCK_K> place(index, seqlen_k, heads_q / group_size);
+  const KeyBlock<BLOCK_K> place(blockIdx.x, seqlen_k, heads_q / group_size);
   const int k0 = place.k0, kv_head = place.head, batch = place.batch;
   // Query i sees key row r of the block if i >= first_seeing + r.
   const int first_seeing = causal ? k0 - (seqlen_k - seqlen_q) : -BLOCK_K;
-  const int tiles = ceil_div(seqlen_q, BLOCK_Q);  // in order, rows that see no key get zeros
-  const int first_tile = ORDERED && k0 == 0 ? 0 : max(first_seeing, 0) / BLOCK_Q;
+  const int first_tile = max(first_seeing, 0) / BLOCK_Q, tiles = ceil_div(seqlen_q, BLOCK_Q);
   const int unmasked = first_seeing + BLOCK_K - 1;  // from this query on, all keys are seen
   const auto head_rows = [&](int of_head) {
     return (static_cast<i64>(batch) * heads_q + of_head) * rows_padded;
   };
   //% endif
 
-  // From the first tile to the last one; in order backwards.
-  const auto ends_head = [&](int of_tile) {
-    return ORDERED ? of_tile == first_tile : of_tile + 1 == tiles;
-  };
-  const auto next_tile = [&](int of_tile, bool turns) {
-    return ORDERED ? (turns ? tiles : of_tile) - 1 : turns ? first_tile : of_tile + 1;
-  };
-  //% if ordered
-  // The additions to the tile before this one, after which all threads have met, are there.
-  const auto leave_tile = [&](int head, int tile) {
-    const bool turned = tile + 1 == tiles;
-    const int row = (turned ? anew(first_tile) : tile + 1) * BLOCK_Q;
-    const int last_key = min(row + BLOCK_Q, seqlen_q) - 1 + seqlen_k - seqlen_q;
-    const int others = causal ? max(last_key, 0) / BLOCK_K + 1 : ceil_div(seqlen_k, BLOCK_K);
-    red_inc_release(turns + (head_rows(head - turned) + row) / 16, others);
-  };
-  //% endif
   // Tiles of rows of all query heads, the last of which goes into stage 1 % STAGES.
   int left = max(tiles - first_tile, 0) * group_size;
-  const auto fetch = [&](int number, int next_head, int of_tile) {
+  const auto fetch = [&](int number, int next_head, int next_tile) {
     const u32 stage = k_tile + Layout::RING + number % STAGES * Layout::STAGE;
-    const i64 row = static_cast<i64>(of_tile) * BLOCK_Q;
-    const int rows_left = seqlen_q - of_tile * BLOCK_Q,
+    const i64 row = static_cast<i64>(next_tile) * BLOCK_Q;
+    const int rows_left = seqlen_q - next_tile * BLOCK_Q,
               batch = ANEW ? anew(place.batch) : place.batch;
     copy_tile<QTile, THREADS, ALIGNED>(
         stage, q + batch * q_strides.batch + next_head * q_strides.head + row * q_strides.row,
@@ -227,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   // 1. K, V and the first tile are on their way.
   copy_keys<KTile, THREADS, ALIGNED, KeyOrder>(k_tile, k, k_strides, place, seqlen_k, head_dim);
   copy_keys<VTile, THREADS, ALIGNED, KeyOrder>(v_tile, v, v_strides, place, seqlen_k, head_dim_v);
-  int tile = ORDERED ? tiles - 1 : first_tile, head = kv_head * group_size;
+  int tile = first_tile, head = kv_head * group_size;
   if (STAGES > 1 && left > 0) fetch(left, head, tile);
   cp_async_commit();
 
@@ -271,8 +238,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       cp_async_wait<0>();
       __syncthreads();
     } else if (left > 1) {
-      const bool turns = ends_head(tile);  // to the next query head
-      fetch(left - 1, head + turns, next_tile(tile, turns));
+      const bool turns = tile + 1 == tiles;  // to the next query head
+      fetch(left - 1, head + turns, turns ? first_tile : tile + 1);
       cp_async_commit();
     }
     const int offset = Layout::RING + left % STAGES * Layout::STAGE;
@@ -343,12 +310,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
     // 3. P' and dS' of these keys are there for all queries of the tile; with SUMS those of all
     // keys.
-    //% if ordered
-    if (thread_index_again() == 0) {
-      if (tile + 1 < tiles || head % group_size > 0) leave_tile(head, tile);
-      wait_for_turn(turns + (head_rows(head) + q0) / 16, k0 / BLOCK_K);
-    }
-    //% endif
     if constexpr (SUMS) __syncthreads();
     if constexpr (EXCHANGE && !SUMS) named_barrier_wait<WARPS_C * WARP_SIZE>(1 + warp % WARPS_K);
     //% if form
@@ -362,34 +323,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     }
     if constexpr (SUMS)
       add_dq<elem_t, KTile, PTile, NUM_WARPS>(dq_sum + (head_rows(head) + q0) * HEAD_DIM, ds_tile,
-                                              k_tile, ORDERED && k0 == 0);
+                                              k_tile);
     //% if form
     if (DBIAS && tile + 1 == tiles)
       key_sums.store(dbias_parts, (static_cast<i64>(batch) * heads_q + head) * WARPS_C + turn, lane,
                      k0 + warp_row, seqlen_k, max_seqlen_k);
     //% endif
-    const bool turns = ends_head(tile);
-    tile = next_tile(tile, turns), head += turns;
+    if (++tile == tiles) tile = first_tile, ++head;
   }
 
   // 4. dK and dV are staged where K and V were, then stored in whole chunks. Places are computed
   //    again rather than kept in registers through the loop.
   cp_async_wait<0>();
   __syncthreads();
-  //% if ordered
-  if (threadIdx.x == 0) leave_tile(head, tile);
-  //% endif
   //% if form
   const KeyBlock<BLOCK_K> again(block_index_again(), max_seqlen_k, anew(heads_q) / group_size);
   dk += held.start * dk_strides.row;
   dv += held.start * dv_strides.row;
   //% else
-  //% if ordered
-  KeyBlock<BLOCK_K> again = place;
-  again.head = head / group_size - 1;
-  //% else
   const KeyBlock<BLOCK_K> again(block_index_again(), seqlen_k, heads_q / group_size);
-  //% endif
   //% endif
   store_dk_dv<Layout, WARPS_K, WARPS_C, ALIGNED, KeyOrder>(
       shared_address(shared_memory), dk_acc, dv_acc, softmax_scale, again, dk, dk_strides, head_dim,

@@ -23,7 +23,8 @@ __device__ __forceinline__ i64 fragment_place(i64 row_block, int column_block, i
 // columns, 16 in turns; they are made 32 at a time, which takes few registers. first_one: nothing is
 // there yet to add to.
 template <typename T, typename KTile, typename PTile, int NUM_WARPS>
-__device__ __forceinline__ void add_dq(float* sums, u32 ds_tile, u32 k_tile, bool first_one) {
+__device__ __forceinline__ void add_dq(float* sums, u32 ds_tile, u32 k_tile,
+                                       bool first_one = false) {
   constexpr int WARPS_Q = PTile::COLUMNS / 32, TURNS = NUM_WARPS / WARPS_Q;
   constexpr int COLUMNS = KTile::COLUMNS / 8 / TURNS, PART = COLUMNS % 4 == 0 ? 4 : 2;
   static_assert(TURNS <= 4 && COLUMNS % 2 == 0, "16 columns of a panel at a time");

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fkjit
-from fkjit.ops.attention.backward import kernels_sm90 as hopper
+from fkjit.ops.attention.backward import schedule_sm90 as hopper
 from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90, is_paired
 
 # A thread for each thread block: it writes down (tile of all heads, block of keys, rank, turns).
@@ -104,7 +104,7 @@ def test_rounds_leave_few_multiprocessors_idle(heads, seqlen, slower, dim, causa
     problem = {"seqlen_k": seqlen, "heads_kv": heads, "batch": 1, "causal": causal}
     params = {"head_dim": dim, "head_dim_v": dim, "deterministic": True}
     each = 1 + is_paired(params)  # thread blocks of a cluster
-    rounds, keys = hopper._rounds(params, problem), each * BLOCK_K_SM90[dim]
+    rounds, keys = hopper.rounds_of(params, problem), each * BLOCK_K_SM90[dim]
     (used, _, _), blocks = hopper.grid(params, problem), -(-seqlen // keys)
     members = each * -(-blocks // rounds)
     assert 0 < used <= 132 and used % members == 0

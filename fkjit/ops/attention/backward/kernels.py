@@ -123,30 +123,30 @@ def _ordered_arguments(params: Params, one: Problem, arrays: Mapping[str, Any]) 
     }
 
 
-def _dkdv(name: str, doc: str) -> KernelSpec:
+def _dkdv(name: str, doc: str, entry: str = "keys", source: str = "backward_dkdv", **more: Any) -> KernelSpec:
     """dk and dv; "sums": and dq, which blocks add to by atomics, "ordered": in a fixed order."""
-    ordered = name == "ordered"
-    sums = ordered or name == "sums"
+    verified = {"sums": "DKDV_DQ", "ordered": "DKDV_ORDERED"}.get(name, "DKDV")
+    sums = name in ("sums", "ordered")
 
     def derive(params: Params) -> dict[str, Any]:
         names = ("block_k", "block_q", "warps_k", "warps_c", "stages")
         values = {**dict(zip(names, params["tile"], strict=True)), "step_q": 32, "min_blocks": 1}
-        more = {"sums": sums, "ordered": ordered, **({"aligned": True} if sums else {})}
+        more = {"sums": sums, **({"aligned": True} if sums else {})}
         return feature_values(name, params, values | more)
 
     return _spec(
         name,
         lambda one: problem.products(one, 2 + sums, 2),
         "keys, queries, warps of keys, warps alike, stages",
-        source="attention/backward_dkdv.cu",
-        entry="attention_backward_keys",
+        source=f"attention/{source}.cu",
+        entry=f"attention_backward_{entry}",
         doc=doc,
         derive=derive,
         shared_layout=_dkdv_shared(sums),
         block=lambda params: (32 * params["tile"][2] * params["tile"][3], 1, 1),
         grid=rows_in_blocks("heads_kv", "seqlen_k", lambda params: params["tile"][0]),
-        verification=f"{CASES}:{'DKDV_ORDERED' if ordered else 'DKDV_DQ' if sums else 'DKDV'}",
-        **({"arguments": _ordered_arguments} if ordered else {}),
+        verification=f"{CASES}:{verified}",
+        **more,
     )
 
 
@@ -159,7 +159,11 @@ DKDV_DQ = _dkdv(
 )
 
 DKDV_ORDERED = _dkdv(
-    "ordered", "sums, whose blocks wait for one another: five products, the same bits at every call"
+    "ordered",
+    "sums, whose blocks wait for one another: five products, the same bits at every call",
+    "ordered",
+    "backward/ordered",
+    arguments=_ordered_arguments,
 )
 
 # ------------------------------------------------------------------ dq: a block owns queries

@@ -30,6 +30,7 @@ from fkjit.ops.attention.backward.kernels_preprocess import (
 from fkjit.ops.attention.backward.kernels_slopes_sm90 import SLOPES_SM90
 from fkjit.ops.attention.backward.kernels_wide_sm90 import FLASH_WIDE_SM90
 from fkjit.ops.attention.backward.problem import Options
+from fkjit.ops.attention.backward.schedule_sm90 import draws
 from fkjit.ops.attention.backward.tiles import PAIRS, PAIRS_FP32, block_q_sm90, tiles
 from fkjit.ops.op.op import Launch
 from fkjit.runtime.interop import View
@@ -157,7 +158,7 @@ class _Call:
         """The text of a band of keys that is no more than the causal mask: with it blocks are drawn,
         not dealt out to teams."""
         one = self.problem
-        if not sm90.draws(params, one):
+        if not draws(params, one):
             return ""
         longest = max(one["seqlen_q"], one["seqlen_k"])
         one |= {"window": (longest, 0), "softcap": 0.0, "score_scalars": {}}
