@@ -90,6 +90,7 @@ KERNELS = [
     "attention_backward.rows",
     "attention_backward.keys",
     "attention_backward.sums",
+    "attention_backward.ordered",
     "attention_backward.dq",
     "attention_backward.queries",
     "attention_backward.keys_fp32",
