@@ -14,6 +14,8 @@
                      the leading one of them, and are added up in fp32, in shared memory
      V of 16 bits    P is rounded to 16 bits, and V is as the caller has it
 
+   PACKED: sequences one behind the other, in codes as attention/packed_codes.cuh has them.
+
    Source: Shah et al., "FlashAttention-3" (2024); Zhang et al., "SageAttention2" (2024). */
 #include "prelude.cuh"
 #include "ptx/bulk.cuh"
@@ -45,7 +47,8 @@ constexpr int PROMOTE = ${promote};      // keys, at most, whose sum is made apa
 constexpr bool TURNS = CONSUMERS > 2;    // at the tensor cores
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
 constexpr int CONSUMER_REGISTERS = ${consumer_registers};
-constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
+constexpr bool PACKED = ${packed};  // sequences
+constexpr int GUARD = ${guard};     // bytes between tiles: 0 except where memory is checked
 
 constexpr int BLOCK_Q = 64 * CONSUMERS, WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
 constexpr bool AHEAD = Q_STAGES > 1;  // the next tile's first scores are made beside the last P V
@@ -62,7 +65,7 @@ using Rings =
     CodeRings<BLOCK_Q, BLOCK_K, HEAD_DIM, V_CODES, (PROMOTE > 0), Q_STAGES, STAGES, GUARD>;
 using OTile = Rings::OTile;
 using Item = WorkItem<BLOCK_Q>;
-using Spans = SpanOf<BandSpan<BLOCK_Q, BLOCK_K>>;
+using Spans = SpanOf<BandSpan<BLOCK_Q, BLOCK_K, PACKED>>;
 using Softmax = CodedSoftmax<BLOCK_K, SCALE_KEYS, GROUPS, RAISED>;
 
 // First row of a consumer's warp in the tile of queries.
@@ -81,14 +84,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
                                               // head_dim_v], boxes of BLOCK_K rows
     //% endif
     const __grid_constant__ TensorMap o_map,  // o [batch, heads_q, seqlen_q, head_dim_v], 16 rows
+    //% if packed
+    // Packed: q and k have one batch, of total_q and total_k rows a head, and so have k_scales, q_scales,
+    // codes of v, shift and lse; o is [total_q, heads_q, head_dim_v], a v that is no codes alike.
+    const int* __restrict__ cu_seqlens_q,  // [batch + 1]
+    const int* __restrict__ cu_seqlens_k,  // [batch + 1]
+    elem_t* __restrict__ o, const Strides o_strides, const int total_q,
+    //% endif
     const float* __restrict__ q_scales,       // [batch, heads_q, seqlen_q]
-    const float* __restrict__ k_scales,       // [batch, heads_kv, ceil(seqlen_k / SCALE_KEYS)]
+    const float* __restrict__ k_scales,       // [batch, heads_kv, v_keys / SCALE_KEYS]
     const float* __restrict__ v_scales,       // [batch, heads_kv, head_dim_v], or null
     const float* __restrict__ shift,          // [batch, heads_q, seqlen_q], or null
     float* __restrict__ lse,                  // [batch, heads_q, seqlen_q], or null
     u32* __restrict__ counters,               // [1], 0 before and after
     const int batch, const int heads_q, const int group_size,  // query heads a KV head
-    const int seqlen_q, const int seqlen_k, const int head_dim_v,
+    const int max_seqlen_q, const int max_seqlen_k,
+    const int v_keys,  // places of a head's keys: a multiple of SCALE_KEYS
+    const int head_dim_v,
     const int section_heads,                        // whose K and V fit into L2
     const int window_left, const int window_right,  // keys before and behind its own a query sees
     const float softmax_scale,                      // above 0
@@ -98,45 +110,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
   const Barriers<Rings::STAGES> barriers{shared + Rings::BARRIERS};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
   const int warp = __shfl_sync(FULL_MASK, threadIdx.x / WARP_SIZE, 0);
-  const AttentionWorkItems works(ceil_div(seqlen_q, BLOCK_Q), heads_q, group_size, batch,
+  const AttentionWorkItems works(ceil_div(max_seqlen_q, BLOCK_Q), heads_q, group_size, batch,
                                  section_heads, 1, counters);
-  const Spans span_of{seqlen_q, seqlen_k, window_left, window_right};
-  if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS>(false, 0);
+  //% if not packed
+  const int *const cu_seqlens_q = nullptr, *const cu_seqlens_k = nullptr;
+  //% endif
+  const Spans span_of{cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                      max_seqlen_k, window_left,  window_right};
+  // Of the producer: one thread asks, or with PACKED a whole warp, whose first lane TMA hears from.
+  const bool asks = !PACKED || threadIdx.x % WARP_SIZE == 0;
+  if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS>(PACKED, 0);
   __syncthreads();
   after_previous_kernel();
 
   if (warpgroup == 0) {
     // ---- producer: a thread for Q and K, one for V
     fewer_registers<PRODUCER_REGISTERS>();
-    const AttentionProducer<Rings, false, Spans> producer(barriers, shared, group_size, span_of,
-                                                          true);
+    const AttentionProducer<Rings, PACKED, Spans> producer(barriers, shared, group_size, span_of,
+                                                           asks);
     int tail_parity = 0;
-    if (warp == 0 && elect_one()) {
+    if (warp == 0 && (PACKED || elect_one())) {
       producer.lead(works, q_map, k_map, v_map, tail_parity);
-    } else if (warp == 1 && elect_one()) {
+    } else if (warp == 1 && (PACKED || elect_one())) {
       tma_prefetch(v_map);
       RingPlace<STAGES> place;
       producer.follow(batch, [&](const Item& piece, const auto& range, int tile) {
+        //% if v_codes
+        using VTile = Rings::VTile;
         const u32 full = barriers.v_full(place.stage);
         const u32 to = shared + Rings::V + place.stage * Rings::V_STAGE;
         const int head = piece.head / group_size;
-        mbarrier_wait(barriers.v_empty(place.stage), place.parity ^ 1);
-        //% if v_codes
-        using VTile = Rings::VTile;
         const int more = tile == range.first ? head_dim_v * 4 : 0;  // scales, with the last tile
-        mbarrier_expect(full, VTile::BYTES + more);
-        if (more > 0)
-          bulk_load(to + Rings::V_SCALES,
-                    v_scales + (piece.batch * (heads_q / group_size) + head) * head_dim_v, more,
-                    full);
+        mbarrier_wait(barriers.v_empty(place.stage), place.parity ^ 1);
+        if (asks) {
+          mbarrier_expect(full, VTile::BYTES + more);
+          if (more > 0)
+            bulk_load(to + Rings::V_SCALES,
+                      v_scales + (piece.batch * (heads_q / group_size) + head) * head_dim_v, more,
+                      full);
+          const int key = first_place<PACKED>(cu_seqlens_k, piece.batch) + tile * BLOCK_K;
 #pragma unroll
-        for (int panel = 0; panel < VTile::PANELS; ++panel)
-          tma_load(to + panel * VTile::PANEL_BYTES, v_map, full,
-                   tile * BLOCK_K + panel * VTile::PANEL_COLUMNS, 0, head, piece.batch);
-        //% else
-        tma_load_tile<Rings::VTile>(to, v_map, full, tile * BLOCK_K, head, piece.batch);
-        //% endif
+          for (int panel = 0; panel < VTile::PANELS; ++panel)
+            tma_load(to + panel * VTile::PANEL_BYTES, v_map, full, key + panel * VTile::PANEL_COLUMNS,
+                     0, head, PACKED ? 0 : piece.batch);
+        } else {
+          mbarrier_arrive(full);
+        }
         place.advance();
+        //% else
+        producer.load_v(v_map, place, tail_parity, piece, range, tile);
+        //% endif
       });
     }
   } else {
@@ -148,6 +171,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
     const u64 k_operand = Rings::KTile::operand(shared + Rings::K);
     const u64 v_operand = Rings::VTile::operand(shared + Rings::V);
     const bool signals = lane == 0;
+    //% if packed
+    const int rows_of_head = total_q;
+    //% else
+    const int rows_of_head = max_seqlen_q;
+    //% endif
     int items = 0, tiles = 0;  // work items, and tiles of K, that are done
     sum_t sums[BLOCK_K / 8][4];
     float (&s)[1][BLOCK_K / 8][4] = reinterpret_cast<float (&)[1][BLOCK_K / 8][4]>(sums);
@@ -194,14 +222,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       const int q_stage = items++ % Q_STAGES, row0 = place.q0 + warp_row;
 
       // Scales: of this lane's two rows, and of the keys of a tile.
-      const i64 head = static_cast<i64>(place.batch) * heads_q + place.head;
-      const int kv_head = place.batch * (heads_q / group_size) + place.head / group_size;
-      const int key_groups = ceil_div(seqlen_k, SCALE_KEYS), first_group = kv_head * key_groups;
+      const int tensor = PACKED ? 0 : place.batch, seqlen_q = range.seqlen_q;
+      const i64 head = static_cast<i64>(tensor) * heads_q + place.head;
+      const int kv_head = tensor * (heads_q / group_size) + place.head / group_size;
+      const int key_groups = ceil_div(max(range.seqlen_k, 1), SCALE_KEYS);
+      const int first_group = kv_head * (v_keys / SCALE_KEYS) +
+                              first_place<PACKED>(cu_seqlens_k, place.batch) / SCALE_KEYS;
       float of_rows[2], of_group[GROUPS];
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         of_rows[half] = softmax_scale_log2 *
-                        q_scales[head * seqlen_q + min(row0 + lane / 4 + 8 * half, seqlen_q - 1)];
+                        q_scales[head * rows_of_head + range.q_start +
+                                 min(row0 + lane / 4 + 8 * half, seqlen_q - 1)];
       //% if v_codes
       float acc[1][HEAD_DIM / 8][4];
       //% else
@@ -213,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       float correction[1][2];
       Softmax softmax;
       int tile = range.end - 1;
-      KeyBand band(seqlen_q, seqlen_k, window_left, window_right);
+      KeyBand band(seqlen_q, range.seqlen_k, window_left, window_right);
 
       // Sums of codes that have arrived, what they are multiplied by, and the mask.
       const auto prepare_scores = [&](bool as_they_came) {
@@ -295,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
         if (rescale) scale_rows(acc, correction);
         //% endif
       }
-      if (signals) mbarrier_arrive(barriers.q_empty(q_stage));
+      if (PACKED || signals) mbarrier_arrive(barriers.q_empty(q_stage));
       // The last product, and behind it the first scores of what comes next.
       issue_values();
       if (AHEAD) first_scores(items);
@@ -307,8 +339,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       // Normalise, and store by way of this warp's rows of the staged output. Where these are is
       // computed again rather than kept in registers through the loop.
       const int end_lane = lane_index_again(), own_row = warp_row_of(thread_index_again());
-      const int end_row = place.q0 + own_row, rows_left = min(16, seqlen_q - end_row);
-      const i64 end_head = static_cast<i64>(anew(place.batch)) * heads_q + place.head;
+      const int end_row = place.q0 + own_row, rows_left = min(16, range.seqlen_q - end_row);
+      const int end_tensor = PACKED ? 0 : anew(place.batch);
+      const i64 end_head = static_cast<i64>(end_tensor) * heads_q + place.head;
       float inverse[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -316,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
         const int row = end_lane / 4 + half * 8;
         inverse[half] = sum == 0.f ? 0.f : 1.f / sum;
         if (lse != nullptr && end_lane % 4 == 0 && row < rows_left) {
-          const i64 at = end_head * seqlen_q + end_row + row;
+          const i64 at = end_head * rows_of_head + range.q_start + end_row + row;
           lse[at] = softmax.lse(half, sum) + (shift == nullptr ? 0.f : shift[at] * softmax_scale);
         }
       }
@@ -331,7 +364,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       if (signals) bulk_wait_read();  // of what was staged there before
       __syncwarp();
       stage_rows<elem_t, OTile>(acc, inverse, end_lane, warp_o());
-      if (signals) tma_store_tile<OTile>(o_map, warp_o(), end_row, place.head, place.batch);
+      //% if packed
+      if (rows_left < 16)
+        store_rows<OTile>(o, o_strides, place.head, range.q_start + end_row, warp_o(), end_lane,
+                          rows_left, head_dim_v);
+      else
+        //% endif
+        if (signals)
+          tma_store_tile<OTile>(o_map, warp_o(), range.q_start + end_row, place.head,
+                                PACKED ? 0 : place.batch);
       if (!AHEAD) first_scores(items);
     }
     wgmma_wait<0>();

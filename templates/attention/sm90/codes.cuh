@@ -14,6 +14,7 @@
 #include "ptx/wgmma_bytes.cuh"
 #include "tile/swizzle.cuh"
 #include "attention/codes.cuh"
+#include "attention/packed_codes.cuh"
 #include "attention/sm90/products.cuh"
 #include "attention/sm90/span.cuh"
 
@@ -74,17 +75,18 @@ __device__ __forceinline__ RingPlace<SIZE> place_of(int count) {
 }
 
 // Which keys a tile of queries sees: a band of those there are.
-template <int BLOCK_Q, int BLOCK_K>
+template <int BLOCK_Q, int BLOCK_K, bool PACKED>
 struct BandSpan;
-template <int BLOCK_Q, int BLOCK_K>
-struct SpanOf<BandSpan<BLOCK_Q, BLOCK_K>> {
+template <int BLOCK_Q, int BLOCK_K, bool PACKED>
+struct SpanOf<BandSpan<BLOCK_Q, BLOCK_K, PACKED>> {
   static constexpr bool PAGED = false, PARTED = false;
-  int seqlen_q, seqlen_k, left, right;
+  const int *cu_seqlens_q, *cu_seqlens_k;
+  int max_seqlen_q, max_seqlen_k, left, right;
 
-  __device__ __forceinline__ FormSpan<BLOCK_Q, BLOCK_K, false> operator()(
+  __device__ __forceinline__ FormSpan<BLOCK_Q, BLOCK_K, PACKED> operator()(
       const WorkItem<BLOCK_Q>& place) const {
-    return {place.q0, SequenceRows<false>(0, seqlen_q), SequenceRows<false>(0, seqlen_k), left,
-            right};
+    return {place.q0, SequenceRows<PACKED>(cu_seqlens_q, place.batch, max_seqlen_q),
+            SequenceRows<PACKED>(cu_seqlens_k, place.batch, max_seqlen_k), left, right};
   }
 };
 
