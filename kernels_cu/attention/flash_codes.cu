@@ -37,6 +37,7 @@ constexpr int BLOCK_Q = ${block_q};                                         // q
 constexpr int BLOCK_K = ${block_k};                                         // keys of a tile
 constexpr int NUM_WARPS = ${num_warps};
 constexpr int HEAD_DIM = ${head_dim};  // of q, k, v and o, padded with zeros
+constexpr int SCORE_KEYS = ${score_keys};  // of a tile whose scores are in registers at a time
 constexpr int SCALE_KEYS = ${scale_keys};
 constexpr int PROMOTE = ${promote};  // keys whose sum is made apart, or 0
 constexpr bool PACKED = ${packed};   // sequences
@@ -48,6 +49,7 @@ constexpr int QK_STEPS = HEAD_DIM / 32;
 constexpr bool Q_IN_REGISTERS = M_BLOCKS == 1 && HEAD_DIM <= 128;
 static_assert(SCALE_KEYS % BLOCK_K == 0, "a tile of keys has one scale");
 static_assert(SCALE_KEYS == 1 << SCALE_KEYS_LOG2, "packed sequences begin with a scale");
+static_assert(SCORE_KEYS == BLOCK_K || !V_CODES, "keys of V^T are columns, which are swizzled");
 static_assert(!V_CODES || BLOCK_K % 64 == 0, "rows of V^T in shared memory have 64 bytes");
 static_assert(PROMOTE == 0 || BLOCK_K % PROMOTE == 0, "whole sums in a tile");
 
@@ -180,23 +182,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes(
     cp_async_commit();
     const u32 stage = ring + (tile % STAGES) * STAGE_BYTES;
 
-    float s[M_BLOCKS][BLOCK_K / 8][4];
-    begin_scores<pair_t>(s);
-    multiply_qk<pair_t, 16, Q_IN_REGISTERS>(s, q_fragments, warp_q_tile, q_reader, stage, k_reader);
-    scale_scores<pair_t>(s, lane_scales, k_scale);
-    if (!tiles.is_whole(tile)) rules_on_fragments(s, lane, band, 1.f, warp_q0, tile * BLOCK_K);
+#pragma unroll 1
+    for (int key = BLOCK_K - SCORE_KEYS; key >= 0; key -= SCORE_KEYS) {
+      const u32 k_tile = stage + key * KTile::ROW_BYTES;
+      float s[M_BLOCKS][SCORE_KEYS / 8][4];
+      begin_scores<pair_t>(s);
+      multiply_qk<pair_t, 16, Q_IN_REGISTERS>(s, q_fragments, warp_q_tile, q_reader, k_tile,
+                                              k_reader);
+      scale_scores<pair_t>(s, lane_scales, k_scale);
+      if (!tiles.is_whole(tile))
+        rules_on_fragments(s, lane, band, 1.f, warp_q0, tile * BLOCK_K + key);
 
-    float correction[M_BLOCKS][2];
-    if (softmax.raise_max(s, scale_log2, correction)) scale_rows(acc, correction);
-    //% if p_codes
-    u32 p[BLOCK_K / 32][M_BLOCKS][4];
-    probabilities_e4m3(p, s, softmax, scale_log2);
-    multiply_pv_e4m3<v_pair_t, PROMOTE>(acc, p, stage + V_OFFSET, v_reader);
-    //% elif v_codes
-    multiply_pv_fp16<E5M2>(acc, s, softmax, scale_log2, stage + V_OFFSET, v_reader);
-    //% else
-    multiply_pv<elem_t, 16>(acc, s, softmax, scale_log2, stage + V_OFFSET, v_reader);
-    //% endif
+      float correction[M_BLOCKS][2];
+      if (softmax.raise_max(s, scale_log2, correction)) scale_rows(acc, correction);
+      //% if p_codes
+      u32 p[BLOCK_K / 32][M_BLOCKS][4];
+      probabilities_e4m3(p, s, softmax, scale_log2);
+      multiply_pv_e4m3<v_pair_t, PROMOTE>(acc, p, stage + V_OFFSET, v_reader);
+      //% elif v_codes
+      multiply_pv_fp16<E5M2>(acc, s, softmax, scale_log2, stage + V_OFFSET, v_reader);
+      //% else
+      multiply_pv<elem_t, 16>(acc, s, softmax, scale_log2,
+                              stage + V_OFFSET + key * VTile::ROW_BYTES, v_reader);
+      //% endif
+    }
   }
 
   // 3. Normalise; the output is staged over Q, where other warps' codes are, too. The block's place is

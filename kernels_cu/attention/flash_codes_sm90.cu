@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       const int q_stage = items++ % Q_STAGES, row0 = place.q0 + warp_row;
 
       // Scales: of this lane's two rows, and of the keys of a tile.
-      const int tensor = PACKED ? 0 : place.batch, seqlen_q = range.seqlen_q;
+      const int tensor = PACKED ? 0 : place.batch;
       const i64 head = static_cast<i64>(tensor) * heads_q + place.head;
       const int kv_head = tensor * (heads_q / group_size) + place.head / group_size;
       const int key_groups = ceil_div(max(range.seqlen_k, 1), SCALE_KEYS);
@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       for (int half = 0; half < 2; ++half)
         of_rows[half] = softmax_scale_log2 *
                         q_scales[head * rows_of_head + range.q_start +
-                                 min(row0 + lane / 4 + 8 * half, seqlen_q - 1)];
+                                 min(row0 + lane / 4 + 8 * half, range.seqlen_q - 1)];
       //% if v_codes
       float acc[1][HEAD_DIM / 8][4];
       //% else
@@ -245,7 +245,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       float correction[1][2];
       Softmax softmax;
       int tile = range.end - 1;
-      KeyBand band(seqlen_q, range.seqlen_k, window_left, window_right);
+      // Of packed sequences lengths are read again where they are wanted: there are few registers.
+      const auto rows_of = [&](const int* ends, int longest) {
+        return SequenceRows<PACKED>(ends, PACKED ? anew(place.batch) : 0, longest);
+      };
+      const auto band_of = [&] {
+        return KeyBand(rows_of(cu_seqlens_q, max_seqlen_q).length,
+                       rows_of(cu_seqlens_k, max_seqlen_k).length, window_left, window_right);
+      };
 
       // Sums of codes that have arrived, what they are multiplied by, and the mask.
       const auto prepare_scores = [&](bool as_they_came) {
@@ -253,9 +260,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
 #pragma unroll
         for (int i = 0; i < 2 * GROUPS; ++i)
           softmax.by[i / GROUPS][i % GROUPS] = of_rows[i / GROUPS] * of_group[i % GROUPS];
-        if (!range.is_whole(tile))
+        if (!range.is_whole(tile)) {
+          KeyBand band = band_of();
           rules_on_fragments(s, lane_index_again(), band, 1.f,
                              place.q0 + warp_row_of(thread_index_again()), tile * BLOCK_K);
+        }
       };
       const auto round_probabilities = [&] {
         //% if v_codes
@@ -339,7 +348,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       // Normalise, and store by way of this warp's rows of the staged output. Where these are is
       // computed again rather than kept in registers through the loop.
       const int end_lane = lane_index_again(), own_row = warp_row_of(thread_index_again());
-      const int end_row = place.q0 + own_row, rows_left = min(16, range.seqlen_q - end_row);
+      const SequenceRows<PACKED> mine = rows_of(cu_seqlens_q, max_seqlen_q);
+      const int end_row = place.q0 + own_row, rows_left = min(16, mine.length - end_row);
       const int end_tensor = PACKED ? 0 : anew(place.batch);
       const i64 end_head = static_cast<i64>(end_tensor) * heads_q + place.head;
       float inverse[2];
@@ -349,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
         const int row = end_lane / 4 + half * 8;
         inverse[half] = sum == 0.f ? 0.f : 1.f / sum;
         if (lse != nullptr && end_lane % 4 == 0 && row < rows_left) {
-          const i64 at = end_head * rows_of_head + range.q_start + end_row + row;
+          const i64 at = end_head * rows_of_head + mine.start + end_row + row;
           lse[at] = softmax.lse(half, sum) + (shift == nullptr ? 0.f : shift[at] * softmax_scale);
         }
       }
@@ -366,12 +376,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       stage_rows<elem_t, OTile>(acc, inverse, end_lane, warp_o());
       //% if packed
       if (rows_left < 16)
-        store_rows<OTile>(o, o_strides, place.head, range.q_start + end_row, warp_o(), end_lane,
-                          rows_left, head_dim_v);
+        store_last_rows<OTile>(
+            o + anew(place.head) * o_strides.head + (mine.start + end_row) * o_strides.row,
+            o_strides.row, warp_o(), end_lane, rows_left, anew(head_dim_v));
       else
         //% endif
         if (signals)
-          tma_store_tile<OTile>(o_map, warp_o(), range.q_start + end_row, place.head,
+          tma_store_tile<OTile>(o_map, warp_o(), mine.start + end_row, place.head,
                                 PACKED ? 0 : place.batch);
       if (!AHEAD) first_scores(items);
     }

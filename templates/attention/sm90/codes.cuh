@@ -348,6 +348,23 @@ __device__ __forceinline__ void scale_columns(float (&acc)[1][COLUMNS][4], u32 s
   }
 }
 
+// The staged rows of a packed sequence's last tile: what follows them in o is the next sequence's. A
+// chunk at a time, since scores of the next tile are in registers meanwhile.
+template <typename OTile, typename T>
+__device__ __forceinline__ void store_last_rows(T* o, i64 stride, u32 warp_o_tile, int lane,
+                                                int rows, int columns) {
+  constexpr int CHUNKS = OTile::COLUMNS / 8;
+#pragma unroll 1
+  for (int i = lane; i < rows * CHUNKS; i += WARP_SIZE) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS;
+    if (chunk * 8 >= columns) continue;
+    const u32 at = warp_o_tile + chunk / OTile::CHUNKS * OTile::PANEL_BYTES +
+                   OTile::offset(row, chunk % OTile::CHUNKS);
+    *reinterpret_cast<uint4*>(o + row * stride + chunk * 8) = load_shared_chunk(at);
+  }
+  __syncwarp();
+}
+
 // Sums of P V in fp32 that a lane keeps in its warp's room, where the output is staged in the end: what
 // the tensor core has added up so far is added to them now and then.
 template <int N>

@@ -66,7 +66,8 @@ def _illegal(params: Params) -> str | None:
 def _warps(params: Params) -> int:
     """Of 32 rows where output, scores and fragments fit in 255 registers, else of 16."""
     block_q = params["block"][0]
-    return block_q // (32 if block_q == 128 and params["head_dim"] == 64 else 16)
+    wide = params["head_dim"] == 64 or (params["head_dim"] == 128 and params["values"] == "half")
+    return block_q // (32 if block_q == 128 and wide else 16)
 
 
 def _derive(params: Params) -> dict[str, Any]:
@@ -78,6 +79,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "e5m2": params["values"] == "e5m2",
         "block_q": block_q, "block_k": block_k,
         "num_warps": _warps(params), "scale_keys": ROWS,
+        "score_keys": 32 if _warps(params) * 32 == block_q and params["head_dim"] == 128 else block_k,
     }  # fmt: skip
 
 
