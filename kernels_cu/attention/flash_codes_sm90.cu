@@ -83,7 +83,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
     const __grid_constant__ TensorMap v_map,  // head_dim] codes; v [batch, heads_kv, seqlen_k,
                                               // head_dim_v], boxes of BLOCK_K rows
     //% endif
+    //% if not packed
     const __grid_constant__ TensorMap o_map,  // o [batch, heads_q, seqlen_q, head_dim_v], 16 rows
+    //% endif
     //% if packed
     // Packed: q and k have one batch, of total_q and total_k rows a head, and so have k_scales, q_scales,
     // codes of v, shift and lse; o is [total_q, heads_q, head_dim_v], a v that is no codes alike.
@@ -375,15 +377,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       __syncwarp();
       stage_rows<elem_t, OTile>(acc, inverse, end_lane, warp_o());
       //% if packed
-      if (rows_left < 16)
-        store_last_rows<OTile>(
-            o + anew(place.head) * o_strides.head + (mine.start + end_row) * o_strides.row,
-            o_strides.row, warp_o(), end_lane, rows_left, anew(head_dim_v));
-      else
-        //% endif
-        if (signals)
-          tma_store_tile<OTile>(o_map, warp_o(), mine.start + end_row, place.head,
-                                PACKED ? 0 : place.batch);
+      store_staged_rows<OTile>(
+          o + anew(place.head) * o_strides.head + (mine.start + end_row) * o_strides.row,
+          o_strides.row, warp_o(), end_lane, rows_left, anew(head_dim_v));
+      //% else
+      if (signals) tma_store_tile<OTile>(o_map, warp_o(), end_row, place.head, place.batch);
+      //% endif
       if (!AHEAD) first_scores(items);
     }
     wgmma_wait<0>();

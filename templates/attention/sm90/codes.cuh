@@ -348,10 +348,10 @@ __device__ __forceinline__ void scale_columns(float (&acc)[1][COLUMNS][4], u32 s
   }
 }
 
-// The staged rows of a packed sequence's last tile: what follows them in o is the next sequence's. A
-// chunk at a time, since scores of the next tile are in registers meanwhile.
+// The staged rows of a packed sequence, a chunk at a time: scores of the next tile are in registers
+// meanwhile. (TMA would store rows of the next sequence; both ways in one kernel spill registers.)
 template <typename OTile, typename T>
-__device__ __forceinline__ void store_last_rows(T* o, i64 stride, u32 warp_o_tile, int lane,
+__device__ __forceinline__ void store_staged_rows(T* o, i64 stride, u32 warp_o_tile, int lane,
                                                 int rows, int columns) {
   constexpr int CHUNKS = OTile::COLUMNS / 8;
 #pragma unroll 1

@@ -48,10 +48,8 @@ def _illegal(params: Params) -> str | None:
         return "has values of e4m3 beside q and k of int8"
     if params["block"] == (192, 128) and half:
         return "has no registers for 16 bits of v beside those of 192 rows and 128 keys"
-    if params["packed"] and params["block"] in ((192, 96), (128, 192)):
-        return "has no registers for rows that are stored one by one (packed sequences)"
-    if params["packed"] and params["block"] == (192, 128) and not fp8:
-        return "has no registers for packed sequences beside whole sums of 192 rows and 128 keys"
+    if params["block"] == (128, 192) and params["packed"]:
+        return "has no registers for packed sequences in such tiles"
     if params["block"] == (192, 96) and (promote or not fp8):
         return "has registers for q and k of e4m3, and none for sums of their own"
     if half and params["code"] == "fp8":
