@@ -26,6 +26,7 @@ constexpr int THREADS = ${threads};
 
 constexpr bool GATED = SOURCE == Source::GATED, CENTERED = SOURCE == Source::LAYER_NORM;
 constexpr int HELD = 4, GROUP_LANES = 16;
+constexpr int RESIDENT = ${resident};  // blocks of an SM, at least
 static_assert(GROUP_LANES * 8 == 128, "a group is sixteen lanes");
 
 // Over a block; every thread gets it. `warps`: shared memory that no other sum uses.
@@ -46,7 +47,7 @@ __device__ __forceinline__ void store_rounded(T* row, int column, int columns, E
   if (column < columns) store_elements(row + column, made);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) quantize_made_rows(
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) quantize_made_rows(
     const elem_t* __restrict__ ${first},   // [rows, columns], whole eights on 16-byte boundaries
     const elem_t* __restrict__ ${second},  // the same; a residual may be null
     const weight_t* __restrict__ weight,  // [columns] or null: 1

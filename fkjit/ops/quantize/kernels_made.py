@@ -39,10 +39,15 @@ def _illegal(params: Params) -> str | None:
     return None if params["activation"] == "none" else "has activations of gates alone"
 
 
+def _resident(params: Params) -> int:
+    """Threads of an SM, at least: what keeps a mean or an error function wants more registers."""
+    return 512 if params["source"] == "layer_norm" or params["activation"] == "gelu" else 1024
+
+
 def _derive(params: Params) -> dict[str, Any]:
     first, second = ("gate", "up") if params["source"] == "gated" else ("x", "residual")
     return {
-        "first": first, "second": second,
+        "first": first, "second": second, "resident": _resident(params) // params["threads"],
         "codes": _CODES[params["code"]], "groups": params["span"] == "group",
         "source": params["source"].upper(), "activation": ACTIVATIONS[params["activation"]],
         "has_mod": False, "epilogue_mod": "x", "epilogue_mod_grad": "1.f",
