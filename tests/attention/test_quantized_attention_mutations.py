@@ -10,7 +10,7 @@ from tests.core.test_mutations import KINDS, outcome
 
 K, T = "kernels_cu/attention/", "templates/attention/"
 SYNC = "__syncthreads();"
-FINE = {"dtype": "fp16", "head_dim": 64, "block": (64, 64)}
+FINE = {"dtype": "fp16", "head_dim": 64, "packed": False, "block": (64, 64)}
 INT8 = {"kernel": "quantized_attention.flash",
         "params": {**FINE, "code": "int8", "values": "half"}}  # fmt: skip
 WIDE = {"kernel": "quantized_attention.flash",
@@ -24,9 +24,10 @@ FP16 = {"kernel": "quantized_attention.flash",
 E5M2 = {"kernel": "quantized_attention.flash", "params": {**FP8["params"], "values": "e5m2"}}
 E5M2_16 = {"kernel": "quantized_attention.flash",
            "params": {**E5M2["params"], "weights": "half", "promote": 0}}  # fmt: skip
-SMALL = {"dtype": "fp16", "head_dim": 64, "smooth": True, "rotate": True}
+SMALL = {"dtype": "fp16", "head_dim": 64, "smooth": True, "rotate": True, "packed": False}
 CHANNELS = {"kernel": "quantize_attention.channels",
-            "params": {"dtype": "fp16", "head_dim": 64, "means": True, "mosts": True}}  # fmt: skip
+            "params": {"dtype": "fp16", "head_dim": 64, "means": True, "mosts": True,
+                       "packed": False}}  # fmt: skip
 SPANS = {"kernel": "quantize_attention.spans", "params": {**SMALL, "code": "int8"}}
 CODES = {"kernel": "quantize_attention.codes",
          "params": {**SMALL, "code": "int8", "values": "fp8", "given": False}}  # fmt: skip

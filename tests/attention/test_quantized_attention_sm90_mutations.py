@@ -10,7 +10,7 @@ from tests.core.test_mutations import KINDS, outcome
 KERNEL, T = "kernels_cu/attention/flash_codes_sm90.cu", "templates/attention/sm90/codes.cuh"
 ON = {"kernel": "quantized_attention.flash_sm90"}
 FP8 = {**ON, "params": {"dtype": "fp16", "code": "fp8", "values": "fp8", "promote": 0,
-                        "head_dim": 64, "block": (192, 128)}}  # fmt: skip
+                        "head_dim": 64, "packed": False, "block": (192, 128)}}  # fmt: skip
 ASIDE = {**ON, "params": {**FP8["params"], "promote": 256}}
 E5M2 = {**ON, "params": {**FP8["params"], "values": "e5m2"}}
 INT8 = {**ON, "params": {**FP8["params"], "code": "int8"}}
