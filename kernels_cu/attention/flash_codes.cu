@@ -70,7 +70,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes(
     // codes of v, shift and lse; o is [total_q, heads_q, head_dim_v], a v that is no codes alike.
     const int* __restrict__ cu_seqlens_q,  // [batch + 1]
     const int* __restrict__ cu_seqlens_k,  // [batch + 1]
-    const int total_q, const int total_k,
     //% endif
     const u8* __restrict__ q,            // [batch, heads_q, seqlen_q, head_dim] codes, no gaps
     const u8* __restrict__ k,            // [batch, heads_kv, seqlen_k, head_dim] codes, no gaps
@@ -86,6 +85,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes(
     elem_t* __restrict__ o,           // [batch, heads_q, seqlen_q, head_dim_v]
     float* __restrict__ lse,          // [batch, heads_q, seqlen_q], or null
     const Strides v_strides,          // of V that is no codes
+    //% if packed
+    const int total_q, const int total_k,
+    //% endif
     const int v_keys,                 // places of a head's keys: a multiple of 64, zeros behind the last
     const Strides o_strides, const int heads_q, const int group_size,  // query heads a KV head
     const int max_seqlen_q, const int max_seqlen_k,

@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
     // codes of v, shift and lse; o is [total_q, heads_q, head_dim_v], a v that is no codes alike.
     const int* __restrict__ cu_seqlens_q,  // [batch + 1]
     const int* __restrict__ cu_seqlens_k,  // [batch + 1]
-    elem_t* __restrict__ o, const Strides o_strides, const int total_q,
+    elem_t* __restrict__ o,
     //% endif
     const float* __restrict__ q_scales,       // [batch, heads_q, seqlen_q]
     const float* __restrict__ k_scales,       // [batch, heads_kv, v_keys / SCALE_KEYS]
@@ -99,6 +99,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
     const float* __restrict__ shift,          // [batch, heads_q, seqlen_q], or null
     float* __restrict__ lse,                  // [batch, heads_q, seqlen_q], or null
     u32* __restrict__ counters,               // [1], 0 before and after
+    //% if packed
+    const Strides o_strides, const int total_q,
+    //% endif
     const int batch, const int heads_q, const int group_size,  // query heads a KV head
     const int max_seqlen_q, const int max_seqlen_k,
     const int v_keys,  // places of a head's keys: a multiple of SCALE_KEYS

@@ -121,7 +121,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM > 128 ? 1 : 2)
         // total_q and total_k rows a head, and `batch` is how many sequences there are elsewhere.
         const int* __restrict__ cu_seqlens_q,  // [batch + 1]
         const int* __restrict__ cu_seqlens_k,  // [batch + 1]
-        const int total_q, const int total_k,
         //% endif
         const elem_t* __restrict__ q,           // [batch, heads_q, seqlen_q, head_dim]
         const elem_t* __restrict__ k,           // [batch, heads_kv, seqlen_k, head_dim]
@@ -136,6 +135,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM > 128 ? 1 : 2)
         float* __restrict__ k_scales,           // [batch, heads_kv, v_keys / ROWS]
         float* __restrict__ shift,              // [batch, heads_q, seqlen_q], or null
         const Strides q_strides, const Strides k_strides, const Strides v_strides,
+        //% if packed
+        const int total_q, const int total_k,
+        //% endif
         const int heads_q,
         const int group_size,                    // query heads a KV head
         const int q_blocks, const int k_blocks,  // of all heads; those of V follow

@@ -15,7 +15,7 @@ from fkjit.spec import KernelSpec, Problem
 
 INTERVALS = tuple(dict.fromkeys((*kernels.PROMOTE, *PROMOTE)))  # of any GPU's kernel
 _INTERVAL = 512  # keys: a third of a per cent where values add up, far below what e4m3 costs
-_SMALL_ROWS, _MANY_QUERIES = 128, 2048  # of a tile; from which on greater ones are faster
+_SMALL_ROWS, _MANY_QUERIES = 128, 3072  # of a tile; from which on greater ones are faster
 _MAX_STEP = 2**40  # bytes
 _LEAST_SCALE = 1e-9  # a sign could not go into q
 
