@@ -17,7 +17,7 @@ constexpr int CHUNK = ${chunk};        // keys of a block
 constexpr int THREADS = ${threads};
 
 constexpr int LANES = HEAD_DIM / 8, TEAM = THREADS / LANES;  // of a key; keys at a time
-static_assert(CHUNK % TEAM == 0 && HEAD_DIM <= THREADS, "whole passes, a column a thread");
+static_assert(CHUNK % TEAM == 0 && THREADS % HEAD_DIM == 0, "whole passes, columns, runs");
 
 // Greatest magnitudes are compared as bits (quantize/scale.cuh), sums added.
 __device__ __forceinline__ float join(bool sums, float a, float b) {
@@ -36,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_quantize_channel
     u32* counters,                           // [gridDim.y, heads of all], 0 before and after
     const Strides k_strides, const Strides v_strides, const int heads_kv, const int seqlen_k,
     const int chunks, const int head_dim, const int head_dim_v) {
-  after_previous_kernel();
+  after_previous_kernel(false);
+  let_next_kernel();  // which may read what was there before this one (quantize_codes.cu)
   __shared__ float parts[TEAM][HEAD_DIM];
   const bool of_k = MEANS && (!MOSTS || blockIdx.y == 0);
   const int head = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
@@ -52,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_quantize_channel
 
   // 1. A thread's keys, then those of the block.
   Eight most = {};
-#pragma unroll 4
+#pragma unroll 8
   for (int i = team; i < CHUNK; i += TEAM) {
     const int key = chunk * CHUNK + i;
     Eight x = load_eight<true>(rows + key * strides.row, column, key < held.length ? columns : 0);
@@ -73,12 +74,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_quantize_channel
   __syncthreads();
   if (!last_block(counters + blockIdx.y * heads + head, chunks)) return;
 
-  // 2. Of all chunks.
-  if (threadIdx.x >= columns) return;
+  // 2. Of all chunks, in as many runs as there are threads for, each first to last.
+  constexpr int RUNS = THREADS / HEAD_DIM;
+  const int run = threadIdx.x / HEAD_DIM, at = threadIdx.x % HEAD_DIM;
   total = 0.f;
 #pragma unroll 8
-  for (int i = 0; i < chunks; ++i)
-    total = join(of_k, total, __ldcg(chunk_results + i * HEAD_DIM + threadIdx.x));
+  for (int i = run; i < chunks; i += RUNS)
+    total = join(of_k, total, __ldcg(chunk_results + i * HEAD_DIM + at));
+  parts[run][at] = total;
+  __syncthreads();
+  if (threadIdx.x >= columns) return;
+  total = 0.f;
+#pragma unroll
+  for (int i = 0; i < RUNS; ++i) total = join(of_k, total, parts[i][threadIdx.x]);
   if (of_k)
     k_means[head * head_dim + threadIdx.x] = total / max(held.length, 1);
   else

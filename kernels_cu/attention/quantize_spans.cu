@@ -50,8 +50,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_quantize_spans(
 #pragma unroll 2
   for (int pass = 0; pass < Tile::PASSES; ++pass) {
     // Q has no mean to lose: `mean` is 0 there.
-    Eight x = tile.load_key<SMOOTH, ROTATE>(of_q ? q : k, of_q ? q_strides : k_strides, pass,
-                                            head_dim, mean);
+    Eight x = tile.load_key<SMOOTH, ROTATE>(of_q ? q : k, of_q ? q_strides : k_strides,
+                                            tile.row(pass), head_dim, mean);
     most = max(most, magnitude(x));
   }
   most = block_most<THREADS>(most, warps);

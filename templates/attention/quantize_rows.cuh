@@ -32,28 +32,57 @@ struct RowTile {
   // Of codes and of what a head has one of: a head of one sequence or of all that are packed.
   __device__ __forceinline__ i64 code_head() const { return PACKED ? of_sequence : head; }
   // Of a row among the rows of codes; `total`: of a head.
-  __device__ __forceinline__ i64 place(int pass, int total) const {
-    return code_head() * total + start + row(pass);
+  __device__ __forceinline__ i64 place(int row, int total) const {
+    return code_head() * total + start + row;
   }
 
   // Zeros behind the last row and the last column.
   template <typename T>
-  __device__ __forceinline__ Eight load(const T* x, const Strides& strides, int pass,
+  __device__ __forceinline__ Eight load(const T* x, const Strides& strides, int row,
                                         int columns) const {
     x += sequence * strides.batch + of_sequence * strides.head;
-    return load_eight<true>(x + (start + row(pass)) * strides.row, column,
-                            row(pass) < length ? columns : 0);
+    return load_eight<true>(x + (start + row) * strides.row, column, row < length ? columns : 0);
   }
 
   // A row of K less its mean, rotated; zeros behind the last row stay.
   template <bool SMOOTH, bool ROTATE, typename T>
-  __device__ __forceinline__ Eight load_key(const T* k, const Strides& strides, int pass,
+  __device__ __forceinline__ Eight load_key(const T* k, const Strides& strides, int row,
                                             int columns, Eight& mean) const {
-    Eight x = load(k, strides, pass, columns);
+    Eight x = load(k, strides, row, columns);
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      if (SMOOTH && row(pass) < length) x[i] -= mean[i];
+      if (SMOOTH && row < length) x[i] -= mean[i];
     if (ROTATE) rotate_row<LANES>(x);
     return x;
   }
 };
+
+// x / by rounded once (`Divisor` of kv/storage.cuh), of quotients that are no greater than a code: by a
+// scale of their own, so that nothing is to be cut off.
+struct Quotient {
+  float by, inverse;
+  __device__ __forceinline__ explicit Quotient(float divisor)
+      : by(divisor), inverse(1.f / divisor) {}
+  __device__ __forceinline__ float operator()(float x) const {
+    const float quotient = x * inverse;
+    return fmaf(-fmaf(quotient, by, -x), inverse, quotient);
+  }
+};
+
+// Eight codes of such quotients. NaN becomes some code: its scale is NaN.
+template <typename Codes>
+__device__ __forceinline__ uint2 encode_quotients(const Eight& numbers, const Quotient& scaled) {
+  Eight x = numbers;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = scaled(x[i]);
+  if constexpr (Codes::GREATEST == Int8Codes::GREATEST) {
+    u32 word[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) word[i] = __float_as_uint(x[i] + ROUNDER);
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) word[i] = __byte_perm(word[i], word[i + 1], 0x0040);
+    return make_uint2(__byte_perm(word[0], word[2], 0x5410), __byte_perm(word[4], word[6], 0x5410));
+  } else {
+    return Codes::encode_scaled(x);
+  }
+}

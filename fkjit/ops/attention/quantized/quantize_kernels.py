@@ -21,7 +21,7 @@ from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 ROWS = 64  # of a block; keys that share a scale, and what keys of V^T are padded to
 KEY_ROOM = 256  # places that a packed sequence has beside its keys (attention/packed_codes.cuh)
 _LAST_BLOCKS = 3  # of ROWS places behind the last key of a packed sequence
-CHUNK = 256  # keys of a block that looks for means and scales of columns
+CHUNK = 128  # keys of a block that looks for means and scales of columns
 HEAD_DIMS = (64, 128, 256)  # columns, padded
 _THREADS = 256
 SCALES = ("block", "head", "tensor")  # a row of q and ROWS keys; all of a head; all there are
