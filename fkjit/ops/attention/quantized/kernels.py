@@ -81,7 +81,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "e5m2": params["values"] == "e5m2",
         "block_q": block_q, "block_k": block_k,
         "num_warps": _warps(params), "scale_keys": ROWS,
-        "score_keys": min(32, block_k) if _warps(params) * 32 == block_q and params["head_dim"] == 128 else block_k,
+        "score_keys": (16 if block_k == 64 else 32) if _warps(params) * 32 == block_q and params["head_dim"] == 128 else block_k,
     }  # fmt: skip
 
 
