@@ -348,23 +348,6 @@ __device__ __forceinline__ void scale_columns(float (&acc)[1][COLUMNS][4], u32 s
   }
 }
 
-// The staged rows of a packed sequence, a chunk at a time: scores of the next tile are in registers
-// meanwhile. (TMA would store rows of the next sequence; both ways in one kernel spill registers.)
-template <typename OTile, typename T>
-__device__ __forceinline__ void store_staged_rows(T* o, i64 stride, u32 warp_o_tile, int lane,
-                                                int rows, int columns) {
-  constexpr int CHUNKS = OTile::COLUMNS / 8;
-#pragma unroll 1
-  for (int i = lane; i < rows * CHUNKS; i += WARP_SIZE) {
-    const int row = i / CHUNKS, chunk = i % CHUNKS;
-    if (chunk * 8 >= columns) continue;
-    const u32 at = warp_o_tile + chunk / OTile::CHUNKS * OTile::PANEL_BYTES +
-                   OTile::offset(row, chunk % OTile::CHUNKS);
-    *reinterpret_cast<uint4*>(o + row * stride + chunk * 8) = load_shared_chunk(at);
-  }
-  __syncwarp();
-}
-
 // Sums of P V in fp32 that a lane keeps in its warp's room, where the output is staged in the end: what
 // the tensor core has added up so far is added to them now and then.
 template <int N>
