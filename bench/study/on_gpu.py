@@ -1,5 +1,5 @@
-"""The study's rows of a Hopper GPU: errors of the kernels themselves, needles that they find, and how
-long each form takes. Nothing where there is no such GPU."""
+"""The study's rows of a Hopper GPU: errors of the kernels themselves, needles that they find, and
+how long each form takes. Nothing where there is no such GPU."""
 
 from __future__ import annotations
 
@@ -76,8 +76,9 @@ def forms(rng: np.random.Generator, quick: bool) -> Iterator[dict[str, Any]]:
                 mask = look_back(keys, MANY).cuda() if causal else None
                 right = exact(made._replace(mask=mask))
                 for name, call in CALLS.items():
+                    found = _found(call, made, causal)
                     yield {"part": "kernel forms", "scheme": name, "kind": kind, "keys": keys,
-                           "causal": causal, "error": error(_found(call, made, causal), right)}  # fmt: skip
+                           "causal": causal, "error": error(found, right)}  # fmt: skip
 
 
 def _found(call: Call, seen: Seen, causal: bool) -> torch.Tensor:
@@ -149,7 +150,9 @@ def _product_speed(name: str, m: int, k: int, n: int) -> Iterator[dict[str, Any]
     for scheme in ("bf16", *SCHEMES):
         of_x, _ = pair(scheme) if scheme in SCHEMES else (None, None)
         made = plain if scheme == "bf16" else fkjit.quantize(plain, scheme, weight=True)
-        size = made.numel() * 2 if scheme == "bf16" else made.data.numel() * made.data.element_size()
+        size = (
+            made.numel() * 2 if scheme == "bf16" else made.data.numel() * made.data.element_size()
+        )
         weights = [_copy(made) for _ in range(max(1, _COLD // size) if m == 1 else 1)]
         given = x if of_x is None or m == 1 else fkjit.quantize(x, scheme)
         calls[scheme] = partial(_each, given, weights)

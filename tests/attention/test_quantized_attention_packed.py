@@ -1,4 +1,4 @@
-"""Packed sequences in attention on codes: each is what it is alone, and nothing of its neighbours."""
+"""Packed sequences in attention on codes: each is what it is alone, whatever its neighbours are."""
 
 from __future__ import annotations
 
@@ -143,7 +143,8 @@ def test_dtypes_and_rows_that_are_not_there():
 K, T = "kernels_cu/attention/", "templates/attention/"
 FINE = {"dtype": "fp16", "head_dim": 64, "packed": True}
 SM90 = {"kernel": "quantized_attention.flash_sm90",
-        "params": {**FINE, "code": "fp8", "values": "fp8", "promote": 0, "block": (192, 64)}}  # fmt: skip
+        "params": {**FINE, "code": "fp8", "values": "fp8", "promote": 0,
+                   "block": (192, 64)}}  # fmt: skip
 HALF_SM90 = {**SM90, "params": {**SM90["params"], "code": "int8", "values": "half"}}
 PORTABLE = {"kernel": "quantized_attention.flash",
             "params": {**FINE, "code": "int8", "values": "fp8", "weights": "fp8", "promote": 0,

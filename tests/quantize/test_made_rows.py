@@ -1,4 +1,4 @@
-"""`fkjit.quantize_rms_norm`, `quantize_layer_norm`, `quantize_gated`: codes of rows as they are made."""
+"""`fkjit.quantize_rms_norm`, `…_layer_norm`, `…_gated`: codes of rows as they are made."""
 
 from __future__ import annotations
 
@@ -60,8 +60,9 @@ def test_layer_norm_with_a_residual(scheme):
 def test_halves_of_a_product_become_codes(activation):
     both = normal(5, 2 * 264, dtype=torch.float16)
     gate, up = both[:, :264], both[:, 264:]
-    act = {"silu": torch.nn.functional.silu, "relu": torch.relu, "gelu": torch.nn.functional.gelu,
-           "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh")}[activation]  # fmt: skip
+    of = torch.nn.functional
+    act = {"silu": of.silu, "relu": torch.relu, "gelu": of.gelu,
+           "gelu_tanh": lambda x: of.gelu(x, approximate="tanh")}[activation]  # fmt: skip
     exact = act(gate.double()) * up.double()
     for scheme in SCHEMES:
         close(fkjit.quantize_gated(gate, up, scheme, activation=activation), exact, scheme)
@@ -114,16 +115,17 @@ def test_other_errors():
 FILE = "kernels_cu/quantize/made_rows.cu"
 ON = {"kernel": "quantize.made_rows"}
 RMS = {**ON, "params": {"dtype": "bf16", "weight_dtype": "fp32", "source": "rms_norm",
-                        "activation": "none", "code": "fp8", "span": "row", "threads": 64}}  # fmt: skip
+                        "activation": "none", "code": "fp8", "span": "row",
+                        "threads": 64}}  # fmt: skip
 LAYER = {**ON, "params": {**RMS["params"], "source": "layer_norm", "span": "group"}}
 GATED = {**ON, "params": {**RMS["params"], "weight_dtype": "bf16", "source": "gated",
                           "activation": "silu", "code": "int8"}}  # fmt: skip
 BUGS = (
     Bug("no barrier before warps' sums are read", FILE, "__syncthreads();", "", by="race", **RMS),
-    Bug("the mean of another sum", FILE, "block_sum(squares, sums[1])", "block_sum(squares, sums[0])",
-        by="race", **LAYER),
-    Bug("what is wide is left out of the sums", FILE, "squares = square(source(i, !CENTERED), i, squares)",
-        "(void)0", by="numbers", **RMS),
+    Bug("the mean of another sum", FILE, "block_sum(squares, sums[1])",
+        "block_sum(squares, sums[0])", by="race", **LAYER),
+    Bug("what is wide is left out of the sums", FILE,
+        "squares = square(source(i, !CENTERED), i, squares)", "(void)0", by="numbers", **RMS),
     Bug("what is wide is left out of the maximum", FILE,
         "most = max(most, magnitude(made(source(i, false), i)))", "(void)0", by="numbers", **GATED),
     Bug("no residual", FILE, "s[k] += added[k];", ";", by="numbers", **RMS),

@@ -84,7 +84,9 @@ _ACTIVATIONS = {
 def _reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     made: Arrays = {}
     if p["source"] == "gated":
-        gate, up = (_rows(p, arrays[n], s) for n, s in (("gate", "x_stride"), ("up", "other_stride")))
+        gate, up = (
+            _rows(p, arrays[n], s) for n, s in (("gate", "x_stride"), ("up", "other_stride"))
+        )
         y = _ACTIVATIONS[p["activation"]](gate.astype(np.float64)) * up.astype(np.float64)
     else:
         s = _rows(p, arrays["x"], "x_stride")
@@ -101,13 +103,15 @@ def _reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
             y = y + np.asarray(arrays["bias"], np.float64)
     how = Scheme(p["code"], p["span"])
     scales = cases.scales_of(y.astype(np.float32), how).reshape(p["rows"], -1)
-    codes = cases.encode(y.astype(np.float32), scales if p["span"] == "group" else scales[:, 0], how)
+    codes = cases.encode(
+        y.astype(np.float32), scales if p["span"] == "group" else scales[:, 0], how
+    )
     return {**made, "data": codes, "scales": scales}
 
 
 def _numbers(params: Params, name: str, array: Any) -> Any:
-    """Codes as places in the order of what they stand for, so that neighbours differ by 1; scales as
-    thousandths, so that they are tens."""
+    """Codes as places in the order of what they stand for, so that neighbours differ by 1; scales
+    as thousandths, so that they are tens."""
     found = np.asarray(array)
     if name == "scales":
         return found.astype(np.float64) * 1000

@@ -1,7 +1,7 @@
 """The kernel of `quantize_rms_norm`, `quantize_layer_norm` and `quantize_gated`.
 
-A problem has rows, columns, x_stride and other_stride (elements), eps, weight_offset, residual (of
-norms: whether there is one) and affine ("none", "weight", "both"). Arrays: x, residual, weight, bias
+A problem has rows, columns, x_stride and other_stride (elements), eps, weight_offset, residual
+(whether there is one) and affine ("none", "weight", "both"). Arrays: x, residual, weight, bias
 -> data, scales, sum; or gate, up -> data, scales.
 """
 

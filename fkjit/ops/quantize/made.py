@@ -1,4 +1,4 @@
-"""Codes of rows as they are made: `fkjit.quantize_rms_norm`, `quantize_layer_norm`, `quantize_gated`."""
+"""Codes of rows as they are made: `fkjit.quantize_rms_norm`, `…_layer_norm`, `…_gated`."""
 
 from __future__ import annotations
 
@@ -157,13 +157,13 @@ def _request(
         "other_stride": 0 if other is None else rows_of(call, second, other)[2], "dtype": dtype,
         "residual": added, **how._asdict(),
     }  # fmt: skip
-    params = {"dtype": dtype, "weight_dtype": dtype, "activation": "none", **how._asdict(), **params,
-              "threads": threads_of(columns)}  # fmt: skip
+    usual = {"dtype": dtype, "weight_dtype": dtype, "activation": "none", **how._asdict()}
+    params = {**usual, **params, "threads": threads_of(columns)}
     return Request(inputs, outputs, (Launch(MADE_ROWS, params, problem),))
 
 
 def _check_rows(call: str, name: str, view: View) -> None:
-    rows, columns, stride = rows_of(call, name, view)
+    rows, _, stride = rows_of(call, name, view)
     if (view.pointer % _CHUNK) or stride * ITEMSIZE[view.dtype] % _CHUNK:
         raise ParameterError(
             f"{call}: rows of {name} do not start on 16-byte boundaries; pass a contiguous copy"
@@ -190,8 +190,9 @@ def _check_norm(source: str) -> Any:
         shift = _number(call, "weight_offset", offset, -math.inf)
         if shift and weight is None:
             raise ParameterError(f"{call}: weight_offset={shift}; allowed: 0 without a weight")
-        problem = {"source": source, "eps": _number(call, "eps", eps, 0.0), "weight_offset": shift,
-                   "affine": "none" if weight is None else "both" if bias else "weight"}  # fmt: skip
+        affine = "none" if weight is None else "both" if bias else "weight"
+        problem = {"source": source, "eps": _number(call, "eps", eps, 0.0),
+                   "weight_offset": shift, "affine": affine}  # fmt: skip
         rows = {"x": x, "residual": views["residual"]}
         return _request(call, rows, kinds, scheme, {"source": source, "weight_dtype": weight_dtype},
                         problem, views["residual"] is not None)  # fmt: skip

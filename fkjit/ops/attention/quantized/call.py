@@ -317,8 +317,8 @@ _OP = Op(
     optional=("v_scales", "shift", *_ENDS), guard=_look,
     node=Node(
         _fake,
-        "str scheme, str layout, str dtype, int? max_seqlen_q, int? max_seqlen_k, bool causal, float? softmax_scale, int[]? window, "
-        "bool return_lse, int? promote, int[]? block",
+        "str scheme, str layout, str dtype, int? max_seqlen_q, int? max_seqlen_k, bool causal, "
+        "float? softmax_scale, int[]? window, bool return_lse, int? promote, int[]? block",
         None, None, _packed, _unpacked,
     ),
 )  # fmt: skip

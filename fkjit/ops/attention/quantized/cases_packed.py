@@ -1,5 +1,5 @@
-"""Packed sequences in checks of kernels on codes: each sequence is a dense problem of its own, whose
-arrays are put where packed ones are (`templates/attention/packed_codes.cuh`)."""
+"""Packed sequences in checks of kernels on codes: each sequence is a dense problem of its own,
+whose arrays are put where packed ones are (`templates/attention/packed_codes.cuh`)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def also_packed(dense: Verification) -> Verification:
         assert dense.reference is not None
         if "parts" not in p:
             return dense.reference(p, arrays)
-        return _joined(p, [dense.reference(*each) for each in zip(_subs(p), p["parts"], strict=True)])
+        return _joined(
+            p, [dense.reference(*each) for each in zip(_subs(p), p["parts"], strict=True)]
+        )
 
     return replace(dense, problems=problems, inputs=inputs, outputs=outputs, reference=reference)
 

@@ -72,6 +72,14 @@ def _warps(params: Params) -> int:
     return block_q // (32 if block_q == 128 and wide else 16)
 
 
+def _score_keys(params: Params) -> int:
+    """Of a tile whose scores are in registers at a time: few beside the output of 32 rows."""
+    (block_q, block_k), wide = split_block(params["block"]), params["head_dim"] == HEAD_DIMS[1]
+    if _warps(params) * 32 != block_q or not wide:
+        return block_k
+    return 16 if block_k == 64 else 32
+
+
 def _derive(params: Params) -> dict[str, Any]:
     block_q, block_k = split_block(params["block"])
     return {
@@ -81,7 +89,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "e5m2": params["values"] == "e5m2",
         "block_q": block_q, "block_k": block_k,
         "num_warps": _warps(params), "scale_keys": ROWS,
-        "score_keys": (16 if block_k == 64 else 32) if _warps(params) * 32 == block_q and params["head_dim"] == 128 else block_k,
+        "score_keys": _score_keys(params),
     }  # fmt: skip
 
 

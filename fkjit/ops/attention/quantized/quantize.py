@@ -172,9 +172,7 @@ def prepared_codes(
     return _named(q, v, made, scheme, layout, given)
 
 
-def _named(
-    q: Any, v: Any, made: list[Any], scheme: str, layout: str, ends: Ends
-) -> AttentionCodes:
+def _named(q: Any, v: Any, made: list[Any], scheme: str, layout: str, ends: Ends) -> AttentionCodes:
     """The op's results, in their places."""
     how = ATTENTION_SCHEMES[scheme]
     codes = {name: made.pop(0) for name in _names(how, len(made))}
