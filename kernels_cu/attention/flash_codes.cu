@@ -36,7 +36,7 @@ constexpr bool V_CODES = ${v_codes}, P_CODES = ${p_codes}, E5M2 = ${e5m2};  // V
 constexpr int BLOCK_Q = ${block_q};                                         // query rows of a block
 constexpr int BLOCK_K = ${block_k};                                         // keys of a tile
 constexpr int NUM_WARPS = ${num_warps};
-constexpr int HEAD_DIM = ${head_dim};  // of q, k, v and o, padded with zeros
+constexpr int HEAD_DIM = ${head_dim};      // of q, k, v and o, padded with zeros
 constexpr int SCORE_KEYS = ${score_keys};  // of a tile whose scores are in registers at a time
 constexpr int SCALE_KEYS = ${scale_keys};
 constexpr int PROMOTE = ${promote};  // keys whose sum is made apart, or 0
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes(
     //% if packed
     const int total_q, const int total_k,
     //% endif
-    const int v_keys,                 // places of a head's keys: a multiple of 64, zeros behind the last
+    const int v_keys,  // places of a head's keys: a multiple of 64, zeros behind the last
     const Strides o_strides, const int heads_q, const int group_size,  // query heads a KV head
     const int max_seqlen_q, const int max_seqlen_k,
     const int head_dim,                             // a multiple of 16

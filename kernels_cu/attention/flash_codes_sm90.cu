@@ -13,21 +13,18 @@
                      PROMOTE: sums of so many keys leave the tensor core, which keeps 13 bits behind
                      the leading one of them, and are added up in fp32, in shared memory
      V of 16 bits    P is rounded to 16 bits, and V is as the caller has it
-
-   PACKED: sequences one behind the other, in codes as attention/packed_codes.cuh has them.
+     PACKED          sequences lie one behind the other (attention/packed_codes.cuh)
 
    Source: Shah et al., "FlashAttention-3" (2024); Zhang et al., "SageAttention2" (2024). */
 #include "prelude.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/special_registers.cuh"
 #include "tile/pingpong.cuh"
-#include "tile/ring.cuh"
-#include "tile/tma_tile.cuh"
 #include "attention/mma.cuh"
+#include "attention/sm90/code_rows.cuh"
 #include "attention/sm90/codes.cuh"
 #include "attention/sm90/epilogue.cuh"
 #include "attention/sm90/producer.cuh"
@@ -87,25 +84,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
     const __grid_constant__ TensorMap o_map,  // o [batch, heads_q, seqlen_q, head_dim_v], 16 rows
     //% endif
     //% if packed
-    // Packed: q and k have one batch, of total_q and total_k rows a head, and so have k_scales, q_scales,
-    // codes of v, shift and lse; o is [total_q, heads_q, head_dim_v], a v that is no codes alike.
-    const int* __restrict__ cu_seqlens_q,  // [batch + 1]
-    const int* __restrict__ cu_seqlens_k,  // [batch + 1]
-    elem_t* __restrict__ o,
+    const int* __restrict__ cu_seqlens_q,  // [batch + 1]; all others but o, v_scales and a v that
+    const int* __restrict__ cu_seqlens_k,  // is no codes have one batch then, of total_q rows a head
+    elem_t* __restrict__ o,                // [total_q, heads_q, head_dim_v]
     //% endif
-    const float* __restrict__ q_scales,       // [batch, heads_q, seqlen_q]
-    const float* __restrict__ k_scales,       // [batch, heads_kv, v_keys / SCALE_KEYS]
-    const float* __restrict__ v_scales,       // [batch, heads_kv, head_dim_v], or null
-    const float* __restrict__ shift,          // [batch, heads_q, seqlen_q], or null
-    float* __restrict__ lse,                  // [batch, heads_q, seqlen_q], or null
-    u32* __restrict__ counters,               // [1], 0 before and after
+    const float* __restrict__ q_scales,  // [batch, heads_q, seqlen_q]
+    const float* __restrict__ k_scales,  // [batch, heads_kv, v_keys / SCALE_KEYS]
+    const float* __restrict__ v_scales,  // [batch, heads_kv, head_dim_v], or null
+    const float* __restrict__ shift,     // [batch, heads_q, seqlen_q], or null
+    float* __restrict__ lse,             // [batch, heads_q, seqlen_q], or null
+    u32* __restrict__ counters,          // [1], 0 before and after
     //% if packed
     const Strides o_strides, const int total_q,
     //% endif
     const int batch, const int heads_q, const int group_size,  // query heads a KV head
-    const int max_seqlen_q, const int max_seqlen_k,
-    const int v_keys,  // places of a head's keys: a multiple of SCALE_KEYS
-    const int head_dim_v,
+    const int max_seqlen_q, const int max_seqlen_k, const int head_dim_v,
+    const int v_keys,                               // places of a head's keys, whole SCALE_KEYS
     const int section_heads,                        // whose K and V fit into L2
     const int window_left, const int window_right,  // keys before and behind its own a query sees
     const float softmax_scale,                      // above 0
@@ -118,12 +112,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
   const AttentionWorkItems works(ceil_div(max_seqlen_q, BLOCK_Q), heads_q, group_size, batch,
                                  section_heads, 1, counters);
   //% if not packed
-  const int *const cu_seqlens_q = nullptr, *const cu_seqlens_k = nullptr;
+  const int *const cu_seqlens_q = nullptr, *const cu_seqlens_k = nullptr, total_q = max_seqlen_q;
   //% endif
   const Spans span_of{cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                       max_seqlen_k, window_left,  window_right};
-  // Of the producer: one thread asks, or with PACKED a whole warp, whose first lane TMA hears from.
-  const bool asks = !PACKED || threadIdx.x % WARP_SIZE == 0;
+  const bool asks = !PACKED || threadIdx.x % WARP_SIZE == 0;  // one thread, or a whole warp's first
   if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS>(PACKED, 0);
   __syncthreads();
   after_previous_kernel();
@@ -141,27 +134,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       RingPlace<STAGES> place;
       producer.follow(batch, [&](const Item& piece, const auto& range, int tile) {
         //% if v_codes
-        using VTile = Rings::VTile;
-        const u32 full = barriers.v_full(place.stage);
-        const u32 to = shared + Rings::V + place.stage * Rings::V_STAGE;
         const int head = piece.head / group_size;
-        const int more = tile == range.first ? head_dim_v * 4 : 0;  // scales, with the last tile
-        mbarrier_wait(barriers.v_empty(place.stage), place.parity ^ 1);
-        if (asks) {
-          mbarrier_expect(full, VTile::BYTES + more);
-          if (more > 0)
-            bulk_load(to + Rings::V_SCALES,
-                      v_scales + (piece.batch * (heads_q / group_size) + head) * head_dim_v, more,
-                      full);
-          const int key = first_place<PACKED>(cu_seqlens_k, piece.batch) + tile * BLOCK_K;
-#pragma unroll
-          for (int panel = 0; panel < VTile::PANELS; ++panel)
-            tma_load(to + panel * VTile::PANEL_BYTES, v_map, full, key + panel * VTile::PANEL_COLUMNS,
-                     0, head, PACKED ? 0 : piece.batch);
-        } else {
-          mbarrier_arrive(full);
-        }
-        place.advance();
+        load_code_values<Rings>(
+            barriers, place, shared, asks, v_map,
+            first_place<PACKED>(cu_seqlens_k, piece.batch) + tile * BLOCK_K, head,
+            PACKED ? 0 : piece.batch,
+            v_scales + (piece.batch * (heads_q / group_size) + head) * head_dim_v,
+            tile == range.first ? head_dim_v * 4 : 0);  // scales come with the last tile
         //% else
         producer.load_v(v_map, place, tail_parity, piece, range, tile);
         //% endif
@@ -176,11 +155,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
     const u64 k_operand = Rings::KTile::operand(shared + Rings::K);
     const u64 v_operand = Rings::VTile::operand(shared + Rings::V);
     const bool signals = lane == 0;
-    //% if packed
-    const int rows_of_head = total_q;
-    //% else
-    const int rows_of_head = max_seqlen_q;
-    //% endif
     int items = 0, tiles = 0;  // work items, and tiles of K, that are done
     sum_t sums[BLOCK_K / 8][4];
     float (&s)[1][BLOCK_K / 8][4] = reinterpret_cast<float (&)[1][BLOCK_K / 8][4]>(sums);
@@ -225,20 +199,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       if (place.batch >= batch) break;
       const auto range = span_of(place);
       const int q_stage = items++ % Q_STAGES, row0 = place.q0 + warp_row;
-
-      // Scales: of this lane's two rows, and of the keys of a tile.
       const int tensor = PACKED ? 0 : place.batch;
-      const i64 head = static_cast<i64>(tensor) * heads_q + place.head;
+      const i64 first_row = (tensor * heads_q + place.head) * i64{total_q} + range.q_start;
       const int kv_head = tensor * (heads_q / group_size) + place.head / group_size;
       const int key_groups = ceil_div(max(range.seqlen_k, 1), SCALE_KEYS);
       const int first_group = kv_head * (v_keys / SCALE_KEYS) +
                               first_place<PACKED>(cu_seqlens_k, place.batch) / SCALE_KEYS;
       float of_rows[2], of_group[GROUPS];
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        of_rows[half] = softmax_scale_log2 *
-                        q_scales[head * rows_of_head + range.q_start +
-                                 min(row0 + lane / 4 + 8 * half, range.seqlen_q - 1)];
+      load_row_scales(of_rows, q_scales + first_row, row0 + lane / 4, range.seqlen_q - 1,
+                      softmax_scale_log2);
       //% if v_codes
       float acc[1][HEAD_DIM / 8][4];
       //% else
@@ -250,13 +219,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       float correction[1][2];
       Softmax softmax;
       int tile = range.end - 1;
-      // Of packed sequences lengths are read again where they are wanted: there are few registers.
-      const auto rows_of = [&](const int* ends, int longest) {
+      const auto rows_of = [&](const int* ends, int longest) {  // read again: registers are few
         return SequenceRows<PACKED>(ends, PACKED ? anew(place.batch) : 0, longest);
-      };
-      const auto band_of = [&] {
-        return KeyBand(rows_of(cu_seqlens_q, max_seqlen_q).length,
-                       rows_of(cu_seqlens_k, max_seqlen_k).length, window_left, window_right);
       };
 
       // Sums of codes that have arrived, what they are multiplied by, and the mask.
@@ -266,7 +230,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
         for (int i = 0; i < 2 * GROUPS; ++i)
           softmax.by[i / GROUPS][i % GROUPS] = of_rows[i / GROUPS] * of_group[i % GROUPS];
         if (!range.is_whole(tile)) {
-          KeyBand band = band_of();
+          KeyBand band(rows_of(cu_seqlens_q, max_seqlen_q).length,
+                       rows_of(cu_seqlens_k, max_seqlen_k).length, window_left, window_right);
           rules_on_fragments(s, lane_index_again(), band, 1.f,
                              place.q0 + warp_row_of(thread_index_again()), tile * BLOCK_K);
         }
@@ -332,11 +297,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
         round_probabilities();
         register_fence(acc[0]);
         //% if promote
-        if (rescale || summed == EVERY) {
-          const float by[2] = {rescale ? correction[0][0] : 1.f, rescale ? correction[0][1] : 1.f};
-          aside.add(acc, by, warp_o(), lane_index_again());
-          if (summed == EVERY) summed = 0;  // as all warps count, of which others may have rescaled
-        }
+        if (rescale || summed == EVERY)
+          summed = aside.add(acc, rescale, correction[0], summed % EVERY, warp_o(),
+                             lane_index_again());  // all warps count; others may have rescaled
         //% else
         if (rescale) scale_rows(acc, correction);
         //% endif
@@ -355,19 +318,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       const int end_lane = lane_index_again(), own_row = warp_row_of(thread_index_again());
       const SequenceRows<PACKED> mine = rows_of(cu_seqlens_q, max_seqlen_q);
       const int end_row = place.q0 + own_row, rows_left = min(16, mine.length - end_row);
-      const int end_tensor = PACKED ? 0 : anew(place.batch);
-      const i64 end_head = static_cast<i64>(end_tensor) * heads_q + place.head;
+      const i64 end_head = static_cast<i64>(PACKED ? 0 : anew(place.batch)) * heads_q + place.head;
       float inverse[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float sum = quad_sum(softmax.row_sum[half]);
-        const int row = end_lane / 4 + half * 8;
-        inverse[half] = sum == 0.f ? 0.f : 1.f / sum;
-        if (lse != nullptr && end_lane % 4 == 0 && row < rows_left) {
-          const i64 at = end_head * rows_of_head + mine.start + end_row + row;
-          lse[at] = softmax.lse(half, sum) + (shift == nullptr ? 0.f : shift[at] * softmax_scale);
-        }
-      }
+      finish_coded_rows(inverse, softmax, end_lane, rows_left, lse, shift,
+                        end_head * total_q + mine.start + end_row, softmax_scale);
       //% if v_codes
       const int v_stage = place_of<STAGES>(tiles - 1).stage;
       scale_columns(acc, shared + Rings::V + v_stage * Rings::V_STAGE + Rings::V_SCALES, head_dim_v,

@@ -25,15 +25,15 @@ __device__ __forceinline__ float join(bool sums, float a, float b) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_quantize_channels(
-    const elem_t* __restrict__ k,            // [batch, heads_kv, seqlen_k, dim]; packed: [total_k,
-    const elem_t* __restrict__ v,            // heads_kv, dim]; v the same with head_dim_v
+    const elem_t* __restrict__ k,  // [batch, heads_kv, seqlen_k, dim]; packed: [total_k,
+    const elem_t* __restrict__ v,  // heads_kv, dim]; v the same with head_dim_v
     //% if packed
     const int* __restrict__ cu_seqlens_k,  // [batch + 1]
     //% endif
-    float* __restrict__ k_means,             // [batch, heads_kv, head_dim]
-    float* __restrict__ v_scales,            // [batch, heads_kv, head_dim_v]
-    float* workspace,                        // [gridDim.y, heads of all, chunks, HEAD_DIM]
-    u32* counters,                           // [gridDim.y, heads of all], 0 before and after
+    float* __restrict__ k_means,   // [batch, heads_kv, head_dim]
+    float* __restrict__ v_scales,  // [batch, heads_kv, head_dim_v]
+    float* workspace,              // [gridDim.y, heads of all, chunks, HEAD_DIM]
+    u32* counters,                 // [gridDim.y, heads of all], 0 before and after
     const Strides k_strides, const Strides v_strides, const int heads_kv, const int seqlen_k,
     const int chunks, const int head_dim, const int head_dim_v) {
   after_previous_kernel(false);

@@ -50,8 +50,8 @@ __device__ __forceinline__ void quantize_queries(const Tile& tile, const elem_t*
     if (SMOOTH) kept[pass] = x;
     if (ROTATE) rotate_row<LANES>(x);
     const float scale = GIVEN ? *given : scale_of<float, Codes>(lanes_most<LANES>(magnitude(x)));
-    const uint2 word = GIVEN ? Codes::encode(x, Divisor(scale))
-                             : encode_quotients<Codes>(x, Quotient(scale));
+    const uint2 word =
+        GIVEN ? Codes::encode(x, Divisor(scale)) : encode_quotients<Codes>(x, Quotient(scale));
     if (row < tile.length) {
       if (tile.column == 0) scales[place] = scale;
       store_codes<Codes, true>(codes + place * head_dim, tile.column, head_dim, word);
@@ -75,8 +75,7 @@ __device__ __forceinline__ void quantize_queries(const Tile& tile, const elem_t*
 __device__ __forceinline__ void quantize_keys(const Tile& tile, const elem_t* k,
                                               const Strides& strides, const float* k_means,
                                               const float* given, u8* codes, float* scales,
-                                              u32* warps, int key_block, int total,
-                                              int head_dim) {
+                                              u32* warps, int key_block, int total, int head_dim) {
   Eight x[PASSES], mean = {};
   u32 most = 0;
   if (SMOOTH) mean = load_eight<true>(k_means + tile.head * head_dim, tile.column, head_dim);
@@ -153,37 +152,37 @@ __device__ __forceinline__ void quantize_values(const Tile& tile, const elem_t* 
 }
 //% endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM > 128 ? 1 : 2)
-    attention_quantize_codes(
-        //% if packed
-        // Packed: q is [total_q, heads_q, head_dim], k and v alike; in what is written one batch has
-        // total_q and total_k rows a head, and `batch` is how many sequences there are elsewhere.
-        const int* __restrict__ cu_seqlens_q,  // [batch + 1]
-        const int* __restrict__ cu_seqlens_k,  // [batch + 1]
-        //% endif
-        const elem_t* __restrict__ q,           // [batch, heads_q, seqlen_q, head_dim]
-        const elem_t* __restrict__ k,           // [batch, heads_kv, seqlen_k, head_dim]
-        const elem_t* __restrict__ v,           // [batch, heads_kv, seqlen_k, head_dim_v]
-        const float* __restrict__ k_means,      // [batch, heads_kv, head_dim], or null
-        const float* __restrict__ v_scales,     // [batch, heads_kv, head_dim_v], or null
-        const float* __restrict__ span_scales,  // [q_spans + k_spans], or null
-        u8* __restrict__ q_codes,               // [batch, heads_q, seqlen_q, head_dim]
-        u8* __restrict__ k_codes,               // [batch, heads_kv, seqlen_k, head_dim]
-        u8* __restrict__ v_codes,               // [batch, heads_kv, head_dim_v, v_keys], or null
-        float* __restrict__ q_scales,           // [batch, heads_q, seqlen_q]
-        float* __restrict__ k_scales,           // [batch, heads_kv, v_keys / ROWS]
-        float* __restrict__ shift,              // [batch, heads_q, seqlen_q], or null
-        const Strides q_strides, const Strides k_strides, const Strides v_strides,
-        //% if packed
-        const int total_q, const int total_k,
-        //% endif
-        const int heads_q,
-        const int group_size,                    // query heads a KV head
-        const int q_blocks, const int k_blocks,  // of all heads; those of V follow
-        const int q_spans, const int k_spans,    // heads of all, or 1
-        const int seqlen_q, const int seqlen_k,  // of packed sequences the longest
-        const int v_keys,                        // places of a head's keys, a multiple of ROWS
-        const int head_dim, const int head_dim_v) {
+extern "C" __global__ void
+__launch_bounds__(THREADS, HEAD_DIM > 128 ? 1 : 2) attention_quantize_codes(
+    //% if packed
+    // Packed: q is [total_q, heads_q, head_dim], k and v alike; in what is written one batch has
+    // total_q and total_k rows a head, and `batch` is how many sequences there are elsewhere.
+    const int* __restrict__ cu_seqlens_q,  // [batch + 1]
+    const int* __restrict__ cu_seqlens_k,  // [batch + 1]
+    //% endif
+    const elem_t* __restrict__ q,           // [batch, heads_q, seqlen_q, head_dim]
+    const elem_t* __restrict__ k,           // [batch, heads_kv, seqlen_k, head_dim]
+    const elem_t* __restrict__ v,           // [batch, heads_kv, seqlen_k, head_dim_v]
+    const float* __restrict__ k_means,      // [batch, heads_kv, head_dim], or null
+    const float* __restrict__ v_scales,     // [batch, heads_kv, head_dim_v], or null
+    const float* __restrict__ span_scales,  // [q_spans + k_spans], or null
+    u8* __restrict__ q_codes,               // [batch, heads_q, seqlen_q, head_dim]
+    u8* __restrict__ k_codes,               // [batch, heads_kv, seqlen_k, head_dim]
+    u8* __restrict__ v_codes,               // [batch, heads_kv, head_dim_v, v_keys], or null
+    float* __restrict__ q_scales,           // [batch, heads_q, seqlen_q]
+    float* __restrict__ k_scales,           // [batch, heads_kv, v_keys / ROWS]
+    float* __restrict__ shift,              // [batch, heads_q, seqlen_q], or null
+    const Strides q_strides, const Strides k_strides, const Strides v_strides,
+    //% if packed
+    const int total_q, const int total_k,
+    //% endif
+    const int heads_q,
+    const int group_size,                    // query heads a KV head
+    const int q_blocks, const int k_blocks,  // of all heads; those of V follow
+    const int q_spans, const int k_spans,    // heads of all, or 1
+    const int seqlen_q, const int seqlen_k,  // of packed sequences the longest
+    const int v_keys,                        // places of a head's keys, a multiple of ROWS
+    const int head_dim, const int head_dim_v) {
   let_next_kernel();
   if (!EARLY || blockIdx.x >= q_blocks) after_previous_kernel(false);
   __shared__ u32 warps[THREADS / WARP_SIZE];
@@ -203,9 +202,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM > 128 ? 1 : 2)
     const Tile tile(block - q_blocks, blocks_k, heads_kv, cu_seqlens_k, seqlen_k);
     const float* const given = span_scales + q_spans + min(tile.head, k_spans - 1);
     if (PACKED && tile.first >= max(tile.length, 1)) return;  // one scale at least
-    const int key_block =
-        (tile.code_head() * v_keys + first_place<PACKED>(cu_seqlens_k, tile.sequence) + tile.first) /
-        ROWS;
+    const int key_block = (tile.code_head() * v_keys +
+                           first_place<PACKED>(cu_seqlens_k, tile.sequence) + tile.first) /
+                          ROWS;
     quantize_keys(tile, k, k_strides, k_means, given, k_codes, k_scales, warps, key_block, total_k,
                   head_dim);
   }

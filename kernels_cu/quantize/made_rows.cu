@@ -50,11 +50,11 @@ __device__ __forceinline__ void store_rounded(T* row, int column, int columns, E
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) quantize_made_rows(
     const elem_t* __restrict__ ${first},   // [rows, columns], whole eights on 16-byte boundaries
     const elem_t* __restrict__ ${second},  // the same; a residual may be null
-    u8* __restrict__ data,                // [rows, columns] of codes, no gaps
-    float* __restrict__ scales,           // [rows], or [rows, ceil(columns / 128)]
-    const weight_t* __restrict__ weight,  // [columns] or null: 1
-    const weight_t* __restrict__ bias,    // [columns] or null: 0
-    elem_t* sum,                          // [rows, columns] no gaps; null where the residual is
+    u8* __restrict__ data,                 // [rows, columns] of codes, no gaps
+    float* __restrict__ scales,            // [rows], or [rows, ceil(columns / 128)]
+    const weight_t* __restrict__ weight,   // [columns] or null: 1
+    const weight_t* __restrict__ bias,     // [columns] or null: 0
+    elem_t* sum,                           // [rows, columns] no gaps; null where the residual is
     const int columns, const i64 x_stride, const i64 other_stride, const float eps,
     const float weight_offset) {
   after_previous_kernel();

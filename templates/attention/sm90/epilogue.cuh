@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_rows(T* o, const Strides& strides, int hea
 // The same a chunk at a time, where scores of the next tile are in registers meanwhile.
 template <typename OTile, typename T>
 __device__ __forceinline__ void store_staged_rows(T* o, i64 stride, u32 warp_o_tile, int lane,
-                                                int rows, int columns) {
+                                                  int rows, int columns) {
   constexpr int CHUNKS = OTile::COLUMNS / 8;
 #pragma unroll 1
   for (int i = lane; i < rows * CHUNKS; i += WARP_SIZE) {
