@@ -164,7 +164,7 @@ BUGS = (
     Bug("V of the first sequence", K + "flash_codes_sm90.cu",
         "first_place<PACKED>(cu_seqlens_k, piece.batch) + tile", "tile", by="numbers", **SM90),
     Bug("the lse of another row", K + "flash_codes_sm90.cu",
-        "rows_of_head + mine.start + end_row + row", "rows_of_head + end_row + row", by="race",
+        "total_q + mine.start + end_row", "total_q + end_row", by="race",
         **SM90),
     Bug("rows of the next sequence are stored", K + "flash_codes_sm90.cu", "mine.length - end_row",
         "16", by="memory", **HALF_SM90),
