@@ -59,7 +59,7 @@ def sums(known: Records) -> Iterator[list[str]]:
 
 
 def speed(known: Records) -> Iterator[list[str]]:
-    """Forms down, lengths across: TFLOP/s of codes made before, us that making them takes; bytes."""
+    """Forms down, lengths across: TFLOP/s of codes made before, and what making them takes."""
     part = "attention speed"
     keys = values(known, part, "keys")
     across = [(n, causal) for n in keys for causal in (False, True)]
