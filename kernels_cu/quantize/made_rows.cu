@@ -25,8 +25,9 @@ constexpr bool GROUPS = ${groups};  // a scale for 128 columns, else a row
 constexpr int THREADS = ${threads};
 
 constexpr bool GATED = SOURCE == Source::GATED, CENTERED = SOURCE == Source::LAYER_NORM;
-constexpr int HELD = 4, GROUP_LANES = 16;
-constexpr int RESIDENT = ${resident};  // blocks of an SM, at least
+constexpr int HELD = ${held}, GROUP_LANES = 16;  // eights of a thread in registers
+// Blocks of an SM, at least; Blackwell's code does not fit into as few registers.
+constexpr int RESIDENT = __CUDA_ARCH__ < 1000 ? ${resident} : 1;
 static_assert(GROUP_LANES * 8 == 128, "a group is sixteen lanes");
 
 // Over a block; every thread gets it. `warps`: shared memory that no other sum uses.
@@ -139,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) quantize_made_ro
   // 3. Codes by the scale of a group, which its lanes find, or of the row.
   const auto store = [&](const Eight& y, int i, float scale) {
     store_codes<Codes, true>(data + row * columns, column_of(i), columns,
-                             Codes::encode(y, Divisor(scale)));
+                             encode_quotients<Codes>(y, Quotient(scale)));
   };
   if (GROUPS) {
     const auto store_group = [&](const Eight& y, int i) {

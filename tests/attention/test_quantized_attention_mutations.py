@@ -77,7 +77,7 @@ BUGS = (
         **CODES),
     Bug("words of columns in one place", K + "quantize_codes.cu",
         "column * ROWS + (word + column / 8)", "(word + column / 8)", by="race", **CODES),
-    Bug("codes that are cut off", T + "quantize_rows.cuh", "x[i] + ROUNDER",
+    Bug("codes that are cut off", "templates/quantize/scale.cuh", "x[i] + ROUNDER",
         "0.9f * x[i] + ROUNDER",
         by="numbers", **CODES),
     Bug("signs that no row has", "templates/quantize/hadamard.cuh", "x[i] = -x[i];", "",

@@ -116,7 +116,7 @@ FILE = "kernels_cu/quantize/made_rows.cu"
 ON = {"kernel": "quantize.made_rows"}
 RMS = {**ON, "params": {"dtype": "bf16", "weight_dtype": "fp32", "source": "rms_norm",
                         "activation": "none", "code": "fp8", "span": "row",
-                        "threads": 64}}  # fmt: skip
+                        "threads": 64, "held": 4}}  # fmt: skip
 LAYER = {**ON, "params": {**RMS["params"], "source": "layer_norm", "span": "group"}}
 GATED = {**ON, "params": {**RMS["params"], "weight_dtype": "bf16", "source": "gated",
                           "activation": "silu", "code": "int8"}}  # fmt: skip

@@ -20,7 +20,7 @@ _EPS, _OFFSET = 1e-5, 0.25
 def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """Rows wider than registers hold, whose last number is the greatest; a ragged group; with and
     without what may be there."""
-    wide = params["threads"] * 32 + 200
+    wide = params["threads"] * params["held"] * 8 + 200
     shapes = ((1, wide), (3, 136)) if scale == "small" else ((5, wide), (300, 4096), (37, 14336))
     gap = 16
     return [

@@ -17,17 +17,22 @@ from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
 
 SOURCES = ("rms_norm", "layer_norm", "gated")
 SPANS = ("row", "group")
-_THREADS, _HELD = (64, 128, 256, 512), 32  # threads of a row; numbers that each holds
+_THREADS, _HELD = (64, 128, 256, 512, 1024), (4, 2)  # of a row; eights that each holds
+_MOST = 2048  # eights of a block in registers
 _CODES = {"fp8": "Fp8Codes", "int8": "Int8Codes"}
 _NAMES = ("x", "residual", "gate", "up", "weight", "bias", "sum", "data", "scales")
 
 
-def threads_of(columns: int) -> int:
-    """As many as hold a row in registers, if any do."""
-    return next((count for count in _THREADS if count * _HELD >= columns), _THREADS[-1])
+def tile_of(columns: int, held: int = _HELD[0]) -> dict[str, int]:
+    """As many threads as hold a row in registers, if any do."""
+    threads = [count for count in _THREADS if count * held <= _MOST]
+    found = next((count for count in threads if count * held * 8 >= columns), threads[-1])
+    return {"threads": found, "held": held}
 
 
 def _illegal(params: Params) -> str | None:
+    if params["threads"] * params["held"] > _MOST:
+        return "has more threads than registers"
     if params["span"] == "group" and params["code"] == "int8":
         return "has a scale a row for int8"
     if params["weight_dtype"] not in (params["dtype"], "fp32"):
@@ -36,18 +41,24 @@ def _illegal(params: Params) -> str | None:
         if params["weight_dtype"] != params["dtype"]:
             return "has no weight beside a gate"
         return "is no gate without an activation" if params["activation"] == "none" else None
-    return None if params["activation"] == "none" else "has activations of gates alone"
+    if params["activation"] != "none":
+        return "has activations of gates alone"
+    return None
 
 
 def _resident(params: Params) -> int:
     """Threads of an SM, at least: what keeps a mean or an error function wants more registers."""
-    return 512 if params["source"] == "layer_norm" or params["activation"] == "gelu" else 1024
+    wide = params["source"] == "layer_norm" or params["activation"] == "gelu"
+    if params["held"] == _HELD[0]:
+        return 512 if wide else 1024
+    return 1024 if wide else max(1536, params["threads"])
 
 
 def _derive(params: Params) -> dict[str, Any]:
     first, second = ("gate", "up") if params["source"] == "gated" else ("x", "residual")
     return {
-        "first": first, "second": second, "resident": _resident(params) // params["threads"],
+        "first": first, "second": second,
+        "resident": _resident(params) // params["threads"],
         "codes": _CODES[params["code"]], "groups": params["span"] == "group",
         "source": params["source"].upper(), "activation": ACTIVATIONS[params["activation"]],
         "has_mod": False, "epilogue_mod": "x", "epilogue_mod_grad": "1.f",
@@ -89,6 +100,7 @@ MADE_ROWS = register(
             Param("code", tuple(_CODES), "what a number becomes"),
             Param("span", SPANS, "the numbers that share a scale: a row or 128 of its columns"),
             Param("threads", _THREADS, "of a row"),
+            Param("held", _HELD, "eights of a thread in registers"),
         ),
         derive=_derive,
         illegal=_illegal,

@@ -13,7 +13,7 @@ from fkjit.ops.op.checks import check_dtype, check_same_dtype, check_shape
 from fkjit.ops.op.node import Node, like, of_dtype
 from fkjit.ops.op.op import Launch, Op, Output, Request
 from fkjit.ops.op.shapes import MAX_GRID, rows_of
-from fkjit.ops.quantize.kernels_made import MADE_ROWS, threads_of
+from fkjit.ops.quantize.kernels_made import MADE_ROWS, tile_of
 from fkjit.ops.quantize.schemes import (
     SCHEMES,
     STORED,
@@ -158,7 +158,7 @@ def _request(
         "residual": added, **how._asdict(),
     }  # fmt: skip
     usual = {"dtype": dtype, "weight_dtype": dtype, "activation": "none", **how._asdict()}
-    params = {**usual, **params, "threads": threads_of(columns)}
+    params = {**usual, **params, **tile_of(columns)}
     return Request(inputs, outputs, (Launch(MADE_ROWS, params, problem),))
 
 
