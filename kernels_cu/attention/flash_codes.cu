@@ -36,8 +36,9 @@ constexpr bool V_CODES = ${v_codes}, P_CODES = ${p_codes}, E5M2 = ${e5m2};  // V
 constexpr int BLOCK_Q = ${block_q};                                         // query rows of a block
 constexpr int BLOCK_K = ${block_k};                                         // keys of a tile
 constexpr int NUM_WARPS = ${num_warps};
-constexpr int HEAD_DIM = ${head_dim};      // of q, k, v and o, padded with zeros
-constexpr int SCORE_KEYS = ${score_keys};  // of a tile whose scores are in registers at a time
+constexpr int HEAD_DIM = ${head_dim};  // of q, k, v and o, padded with zeros
+// Keys of a tile whose scores are in registers at a time; Blackwell's code has room for fewer.
+constexpr int SCORE_KEYS = ${score_keys} < BLOCK_K && __CUDA_ARCH__ >= 1000 ? 16 : ${score_keys};
 constexpr int SCALE_KEYS = ${scale_keys};
 constexpr int PROMOTE = ${promote};  // keys whose sum is made apart, or 0
 constexpr bool PACKED = ${packed};   // sequences
@@ -189,8 +190,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes(
       const u32 k_tile = stage + key * KTile::ROW_BYTES;
       float s[M_BLOCKS][SCORE_KEYS / 8][4];
       begin_scores<pair_t>(s);
-      multiply_qk<pair_t, 16, Q_IN_REGISTERS>(s, q_fragments, warp_q_tile, q_reader, k_tile,
-                                              k_reader);
+      if (SCORE_KEYS < BLOCK_K)
+        multiply_qk_step_by_step<pair_t, QK_STEPS>(s, warp_q_tile, q_reader, k_tile, k_reader);
+      else
+        multiply_qk<pair_t, 16, Q_IN_REGISTERS>(s, q_fragments, warp_q_tile, q_reader, k_tile,
+                                                k_reader);
       scale_scores<pair_t>(s, lane_scales, k_scale);
       if (!tiles.is_whole(tile))
         rules_on_fragments(s, lane, band, 1.f, warp_q0, tile * BLOCK_K + key);
@@ -204,8 +208,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes(
       //% elif v_codes
       multiply_pv_fp16<E5M2>(acc, s, softmax, scale_log2, stage + V_OFFSET, v_reader);
       //% else
-      multiply_pv<elem_t, 16>(acc, s, softmax, scale_log2,
-                              stage + V_OFFSET + key * VTile::ROW_BYTES, v_reader);
+      multiply_pv<elem_t, 16, (SCORE_KEYS < BLOCK_K)>(
+          acc, s, softmax, scale_log2, stage + V_OFFSET + key * VTile::ROW_BYTES, v_reader);
       //% endif
     }
   }

@@ -28,6 +28,7 @@ constexpr int THREADS = ${threads};
 
 using Tile = RowTile<HEAD_DIM, ROWS, THREADS, PACKED>;
 constexpr int LANES = Tile::LANES, PASSES = Tile::PASSES;
+constexpr int RESIDENT = HEAD_DIM > 128 ? 1 : ROTATE ? 3 : 4;  // blocks of an SM, at least
 // Queries become codes while the kernel that makes the means is under way.
 constexpr bool EARLY = SMOOTH && !GIVEN;
 static_assert(ROWS == 1 << SCALE_KEYS_LOG2, "a block is what shares a scale");
@@ -41,13 +42,11 @@ __device__ __forceinline__ void quantize_queries(const Tile& tile, const elem_t*
                                                  const float* given, u8* codes, float* scales,
                                                  float* shift, int heads_kv, int group_size,
                                                  int total, int head_dim) {
-  Eight kept[SMOOTH ? PASSES : 1];
-#pragma unroll
+#pragma unroll 2
   for (int pass = 0; pass < PASSES; ++pass) {
     const int row = tile.row(pass);
     const i64 place = tile.place(row, total);
     Eight x = tile.load(q, strides, row, head_dim);
-    if (SMOOTH) kept[pass] = x;
     if (ROTATE) rotate_row<LANES>(x);
     const float scale = GIVEN ? *given : scale_of<float, Codes>(lanes_most<LANES>(magnitude(x)));
     const uint2 word =
@@ -61,13 +60,14 @@ __device__ __forceinline__ void quantize_queries(const Tile& tile, const elem_t*
   if (EARLY) after_previous_kernel(false);
   const int kv_head = tile.sequence * heads_kv + tile.of_sequence / group_size;
   Eight mean = load_eight<true>(k_means + kv_head * head_dim, tile.column, head_dim);
-#pragma unroll
+#pragma unroll 2
   for (int pass = 0; pass < PASSES; ++pass) {
+    const int row = tile.row(pass);
+    Eight x = tile.load(q, strides, row, head_dim);  // once more, out of the cache
     float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum = fmaf(kept[pass][i], mean[i], sum);
+    for (int i = 0; i < 8; ++i) sum = fmaf(x[i], mean[i], sum);
     sum = lanes_sum<LANES>(sum);
-    const int row = tile.row(pass);
     if (tile.column == 0 && row < tile.length) shift[tile.place(row, total)] = sum;
   }
 }
@@ -152,8 +152,7 @@ __device__ __forceinline__ void quantize_values(const Tile& tile, const elem_t* 
 }
 //% endif
 
-extern "C" __global__ void
-__launch_bounds__(THREADS, HEAD_DIM > 128 ? 1 : 2) attention_quantize_codes(
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_quantize_codes(
     //% if packed
     // Packed: q is [total_q, heads_q, head_dim], k and v alike; in what is written one batch has
     // total_q and total_k rows a head, and `batch` is how many sequences there are elsewhere.

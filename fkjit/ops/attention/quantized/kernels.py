@@ -37,7 +37,7 @@ from fkjit.spec import KernelSpec, Param, Params, Problem, SharedLayout, Work, r
 
 VALUES = ("half", "fp8", "e5m2")
 PROMOTE = (32, 64)  # keys whose sum leaves the tensor core, where any does
-_TILES = ((128, 64), (128, 32), (64, 64), (64, 32))
+_TILES = ((128, 64), (64, 64), (64, 32))
 _NARROW = _TILES[-1]  # of 256 columns beside a V of 16 bits, in 99 KB
 _STRIDELESS = (0, 0, 0)
 
@@ -58,8 +58,6 @@ def _illegal(params: Params) -> str | None:
         return "has no registers for e4m3 of q and k as 16 bits (head_dim=256); int8 has"
     if (params["block"] == _NARROW) != (wide and half):
         return f"is not a tile for head_dim={params['head_dim']} with such values"
-    if params["block"] == (128, 32) and (not half or params["head_dim"] != HEAD_DIMS[1]):
-        return "is for head_dim=128 and 16 bits of v in such tiles"
     if params["block"][0] == 128 and wide:
         return "needs more shared memory than most GPUs have (head_dim=256)"
     return None
@@ -77,7 +75,7 @@ def _score_keys(params: Params) -> int:
     (block_q, block_k), wide = split_block(params["block"]), params["head_dim"] == HEAD_DIMS[1]
     if _warps(params) * 32 != block_q or not wide:
         return block_k
-    return 16 if block_k == 64 else 32
+    return 32
 
 
 def _derive(params: Params) -> dict[str, Any]:
