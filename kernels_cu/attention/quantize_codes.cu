@@ -28,7 +28,8 @@ constexpr int THREADS = ${threads};
 
 using Tile = RowTile<HEAD_DIM, ROWS, THREADS, PACKED>;
 constexpr int LANES = Tile::LANES, PASSES = Tile::PASSES;
-constexpr int RESIDENT = HEAD_DIM > 128 ? 1 : ROTATE ? 3 : 4;  // blocks of an SM, at least
+// Blocks of an SM, at least; Blackwell's code does not fit into as few registers.
+constexpr int RESIDENT = HEAD_DIM > 128 ? 1 : ROTATE ? 2 : __CUDA_ARCH__ < 1000 ? 4 : 3;
 // Queries become codes while the kernel that makes the means is under way.
 constexpr bool EARLY = SMOOTH && !GIVEN;
 static_assert(ROWS == 1 << SCALE_KEYS_LOG2, "a block is what shares a scale");
