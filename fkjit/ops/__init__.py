@@ -36,6 +36,7 @@ KERNELS = (
     "grouped.kernels_ragged",
     "quantize.kernels",
     "quantize.kernels_few",
+    "quantize.kernels_made",
     "quantize.kernels_bytes",
     "step.kernels",
     "step.whole_kernel",

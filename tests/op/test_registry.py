@@ -54,6 +54,7 @@ KERNELS = [
     "dequantize.eights",
     "quantized_linear.gemv",
     "quantized_linear.skinny",
+    "quantize.made_rows",
     "quantized_linear.wgmma",
     "quantized_linear.mma",
     "normed_linear.gemv",
