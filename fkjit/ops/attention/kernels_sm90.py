@@ -258,6 +258,8 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
         "section_heads": section_heads(params, problem),
     }
     features = _features(params)
+    if features is not None and features.together:
+        named |= {"workspace": arrays.get("workspace"), **problem["together"]}
     if features is not None and features.bias:
         bias = arrays["bias"]
         named["bias_map"] = _score_map(problem, bias, features.bias, (block_q, block_k))
@@ -322,6 +324,8 @@ def section_heads(params: Params, problem: Problem) -> int:
 
 def _grid(params: Params, problem: Problem) -> Dim3:
     """One block an SM, or fewer where there is less to do."""
+    if "together" in problem:
+        return (problem["blocks"], 1, 1)
     return (min(shared.grid(params, problem)[0], problem.get("multiprocessors", SMS)), 1, 1)
 
 

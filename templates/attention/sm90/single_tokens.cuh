@@ -1,0 +1,251 @@
+// Sequences of one new token beside others that are prefilled (sm90/mixed.cuh): what decode.cu does,
+// by the eight warps of two consumers, before the block's tiles of queries.
+//
+// The rows of a tile are the query heads of one KV head, up to 16. Each warp has a ring of its own,
+// which cp.async fills, where the rings of Q, K and V will be:
+//
+//   shared memory   Q stage 0 | Q stage 1 | K stage 0 | ...      RINGS of RING_BYTES to a stage
+//   warps             0   1   |   2   3   |   4   5   | ...
+//
+// Keys are shared out over blocks as decode/schedule.cuh says; the last block that has a part of a
+// head adds up all parts, in their order.
+#pragma once
+#include "ptx/cp_async.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/proxy_fence.cuh"
+#include "tile/last_block.cuh"
+#include "attention/decode/copy.cuh"
+#include "attention/decode/rows.cuh"
+#include "attention/decode/schedule.cuh"
+#include "attention/mma.cuh"
+
+// What the kernel's arguments say of them. Strides of q and o: from token to token, head to head.
+template <typename T>
+struct SingleTokenArrays {
+  const T *q, *k, *v;
+  const int* page_table;
+  const float* sinks;
+  T* o;
+  float *lse, *workspace;
+  u32* counters;
+  Strides q_strides, k_strides, v_strides, o_strides;
+  int head_dim, head_dim_v, table_width, page_log2;
+  u32 num_pages;
+  int slots;      // of parts in the workspace
+  float sink_unit;  // what a sink is multiplied by to be a score
+};
+
+template <typename Rings, typename T, bool SINKS>
+struct SingleTokens {
+  static constexpr int WARPS = 8, THREADS = WARPS * WARP_SIZE, BARRIER = 4;
+  static constexpr int HEAD_DIM = Rings::WIDTH, QUADS = HEAD_DIM / 4;
+  static constexpr int KEYS = 16, UNIT_LOG2 = 7;  // of a step; of a unit, which is a step of each warp
+  static constexpr int RING_BYTES = 16384, RINGS = Rings::QTile::BYTES / RING_BYTES;
+  using KvTile = SwizzledTile<KEYS, HEAD_DIM>;
+  using KReader = FragmentReader<KvTile, BlockOrder::COL_MAJOR>;
+  using VReader = FragmentReader<KvTile, BlockOrder::ROW_MAJOR>;
+  static constexpr int STAGE_BYTES = 2 * KvTile::BYTES, STAGES = RING_BYTES / STAGE_BYTES;
+  static constexpr int PART_LANES = min_of(WARP_SIZE, QUADS);
+  static_assert(STAGES > 1 && RINGS > 0 && KEYS * WARPS == 1 << UNIT_LOG2, "a ring of steps");
+  static_assert(RING_BYTES >= WarpRows<HEAD_DIM>::BYTES && RING_BYTES >= PART_LANES * 512,
+                "outputs and queues are left in the ring");
+  static_assert(Rings::QTile::BYTES == Rings::KTile::BYTES &&
+                    Rings::QTile::BYTES == Rings::VTile::BYTES,
+                "stages are alike");
+  static_assert((Rings::Q_STAGES + Rings::K_STAGES + Rings::V_STAGES) * RINGS >= WARPS,
+                "a ring for each warp");
+
+  const SingleTokenArrays<T>& arrays;
+  const Sequences& sequences;
+  const QueryRows& query_rows;
+  unsigned char* shared_memory;
+  float scale_log2;
+  int thread, lane, warp;  // of the consumers'
+
+  __device__ __forceinline__ SingleTokens(const SingleTokenArrays<T>& given, const Sequences& all,
+                                          const QueryRows& rows, unsigned char* memory,
+                                          float softmax_scale_log2, int of_consumers)
+      : arrays(given),
+        sequences(all),
+        query_rows(rows),
+        shared_memory(memory),
+        scale_log2(softmax_scale_log2),
+        thread(of_consumers),
+        lane(of_consumers % WARP_SIZE),
+        warp(__shfl_sync(FULL_MASK, of_consumers / WARP_SIZE, 0)) {}
+
+  __device__ __forceinline__ static int ring_place(int warp) {
+    return warp / RINGS * Rings::Q_STAGE + warp % RINGS * RING_BYTES;
+  }
+  __device__ __forceinline__ static void meet() { named_barrier_wait_aligned<THREADS>(BARRIER); }
+
+  // All of a block's share, in a crew of `abreast` of `blocks`.
+  __device__ __forceinline__ void run(int blocks, int abreast) const {
+    const LaneSequence lanes(sequences, 0, UNIT_LOG2);
+    const Crew crew(abreast, blocks);
+    const int heads = query_rows.kv_heads, listed = crew.size > 1 ? 1 : heads;
+    const Shares shares(count_units(sequences, lanes, UNIT_LOG2) * listed, crew.count());
+    const int share_end = shares.begin(crew.number + 1);
+    int unit = shares.begin(crew.number);
+    if (unit >= share_end) return;
+    Place place = find_place(sequences, lanes, UNIT_LOG2, listed, unit);
+    while (true) {
+      const Segment segment(place, unit, share_end, 0, crew.member());
+      const HeadParts cut(segment, shares, crew, 0);
+      const RowTile tile{query_rows, sequences.queries(place.sequence), segment.head, 0,
+                         query_rows.count()};
+      attend(place, segment, tile);
+      leave(place.sequence, segment, tile, cut);
+      unit = segment.end;
+      if (unit >= share_end) return;
+      if (unit == place.first + listed * place.units) place.advance(sequences, unit, UNIT_LOG2);
+    }
+  }
+
+  // The warp's rows of Q as A fragments, straight from memory: there are few.
+  __device__ __forceinline__ void load_queries(u32 (&q)[HEAD_DIM / 16][1][4],
+                                               const RowTile& tile) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane / 4 + half * 8;
+      const T* const from = arrays.q + tile.offset(arrays.q_strides, min(row, tile.count - 1));
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 8; ++i) {
+        const int column = i * 8 + lane % 4 * 2;
+        u32& pair = q[i / 2][0][i % 2 * 2 + half];
+        pair = 0;
+        if (row < tile.count && column < arrays.head_dim)
+          pair = *reinterpret_cast<const u32*>(from + column);
+      }
+    }
+  }
+
+  // This warp's keys of a segment: its output and sums, left in its ring.
+  __device__ __forceinline__ void attend(const Place& place, const Segment& segment,
+                                         const RowTile& tile) const {
+    const int base_key = sequences.first_key(place.length);
+    const int first_key = base_key + (segment.unit - segment.head_begin << UNIT_LOG2);
+    const int end_key = min(place.length, base_key + (segment.end - segment.head_begin << UNIT_LOG2));
+    const int seen = sequences.window < 0 ? 0 : max(place.length - sequences.window, 0);
+    const int steps = ceil_div(max(end_key - first_key, 0), KEYS);
+    const int own_steps = warp < steps ? (steps - 1 - warp) / WARPS + 1 : 0;
+    const PageList pages(arrays.page_table, place.row, arrays.table_width, arrays.page_log2);
+    const HeadPages<T> k_pages(arrays.k, segment.head, arrays.k_strides, arrays.head_dim);
+    const HeadPages<T> v_pages(arrays.v, segment.head, arrays.v_strides, arrays.head_dim_v);
+    const u32 ring = shared_address(shared_memory) + ring_place(warp);
+    const auto key_of = [&](int step) { return first_key + (step * WARPS + warp) * KEYS; };
+    const auto page_of = [&](int step) {  // of this lane's key; of one that is not seen: none
+      const int key = key_of(step) + lane % KEYS;
+      return seen <= key && key < end_key ? pages.page(key) : -1;
+    };
+    const auto fetch = [&](int step, int page) {
+      const u32 stage = ring + step % STAGES * STAGE_BYTES;
+      copy_step<KvTile, WARP_SIZE>(stage, stage + KvTile::BYTES, k_pages, v_pages, lane, page,
+                                   arrays.page_log2, arrays.num_pages, key_of(step));
+    };
+    int page[STAGES];
+#pragma unroll
+    for (int step = 0; step < STAGES; ++step) page[step] = page_of(step);
+#pragma unroll
+    for (int step = 0; step < STAGES - 1; ++step) {
+      if (step < own_steps) fetch(step, page[step]);
+      cp_async_commit();
+    }
+    int next_page = page[STAGES - 1];
+    u32 q[HEAD_DIM / 16][1][4];
+    load_queries(q, tile);
+    OnlineSoftmax<1> softmax;
+    if (SINKS && segment.unit == segment.head_begin && warp == 0) begin_with_sinks(softmax, tile);
+    float acc[1][HEAD_DIM / 8][4] = {};
+    const KReader k_reader(lane);
+    const VReader v_reader(lane);
+    for (int step = 0; step < own_steps; ++step) {
+      cp_async_wait<STAGES - 2>();  // this step has arrived, and the warp is done with the last
+      __syncwarp();
+      if (step + STAGES - 1 < own_steps) fetch(step + STAGES - 1, next_page);
+      cp_async_commit();
+      next_page = page_of(step + STAGES);
+      const u32 stage = ring + step % STAGES * STAGE_BYTES;
+      const int key = key_of(step);
+      float s[1][KEYS / 8][4] = {};
+      multiply_qk<T, 16, true>(s, q, 0, k_reader, stage, k_reader);
+      if (key < seen || key + KEYS > end_key) hide(s, seen - key, end_key - key);
+      float correction[1][2];
+      if (softmax.raise_max(s, scale_log2, correction)) scale_rows(acc, correction);
+      multiply_pv<T, 16>(acc, s, softmax, scale_log2, stage + KvTile::BYTES, v_reader);
+    }
+    cp_async_wait<0>();
+    __syncwarp();
+    leave_rows<HEAD_DIM, false>(shared_memory + ring_place(warp), states() + warp * WARP_ROWS, acc,
+                                softmax, scale_log2, lane, tile.count);
+    meet();
+  }
+
+  __device__ __forceinline__ void begin_with_sinks(OnlineSoftmax<1>& softmax,
+                                                   const RowTile& tile) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = min(lane / 4 + half * 8, tile.count - 1);
+      const float sink = arrays.sinks[query_rows.head(tile.kv_head, row)];
+      softmax.begin_row_with(0, half, sink * arrays.sink_unit, lane);
+    }
+  }
+
+  // Scores of keys before `first` and from `end` on.
+  __device__ __forceinline__ void hide(float (&s)[1][KEYS / 8][4], int first, int end) const {
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = n * 8 + lane % 4 * 2 + i % 2;
+        if (key < first || key >= end) s[0][n][i] = NEG_INFINITY;
+      }
+  }
+
+  // What is said of the warps' rows.
+  __device__ __forceinline__ static RowState* states() {
+    __shared__ RowState of_rows[WARPS * WARP_ROWS];
+    return of_rows;
+  }
+
+  // The warps' outputs become one: stored, or a part of the head in the workspace; who leaves the
+  // last part puts all together.
+  __device__ __forceinline__ void leave(int sequence, const Segment& segment, const RowTile& tile,
+                                        const HeadParts& cut) const {
+    const Parts<HEAD_DIM> parts(arrays.workspace, arrays.slots, tile.count);
+    const auto store = [&](int row, int column, const Quad& quad) {
+      tile.store(arrays.o, arrays.o_strides, arrays.lse, arrays.head_dim_v, row, column, quad);
+    };
+    const auto area = [&](int i) { return shared_memory + ring_place(i); };
+    for (int i = thread; i < tile.count * QUADS; i += THREADS) {
+      const int row = i / QUADS, column = i % QUADS * 4;
+      const Quad quad = merge_areas<HEAD_DIM, WARPS>(area, states(), WARP_ROWS, row, column, 1.f);
+      if (cut.count == 1)
+        store(row, column, quad);
+      else
+        parts.leave(cut.own_slot(segment, 0), row, column, quad);
+    }
+    meet();
+    const int heads = query_rows.kv_heads;
+    const int counter = cut.counter(sequence * heads + segment.head, sequences.batch * heads, 0);
+    if (cut.count == 1 || !is_last(arrays.counters + counter, cut.count)) return;
+    const u32 queue = shared_address(shared_memory) + ring_place(warp) + lane * 16;
+    for (int i = thread; i - lane < tile.count * QUADS; i += THREADS) {
+      const int row = min(i / QUADS, tile.count - 1), column = i % QUADS * 4;
+      const Quad quad = parts.template merge<PART_LANES, PART_LANES>(
+          queue, WARP_SIZE * 16, cut.count, row, column,
+          [&](int part) { return cut.slot(part, 0); });
+      if (i < tile.count * QUADS) store(row, column, quad);
+    }
+    meet();
+  }
+
+  // last_block of the consumers alone.
+  __device__ __forceinline__ bool is_last(u32* counter, u32 count) const {
+    __shared__ bool last;
+    if (thread == 0) last = atom_inc_acq_rel(counter, count) == count - 1;
+    meet();
+    return last;
+  }
+};
