@@ -36,10 +36,9 @@
 //% if codes
 #include "attention/sm90/page_codes.cuh"
 //% endif
-//% if resumed
+//% if not together
 #include "attention/row_state.cuh"
-//% endif
-//% if together
+//% else
 #include "attention/sm90/mixed.cuh"
 #include "attention/sm90/single_tokens.cuh"
 //% endif
@@ -89,9 +88,10 @@ constexpr bool PARTED = SpanOf<Span>::PARTED;
 // With two tiles of Q the next one's first scores are under way while this output is stored; with
 // one, the next one comes meanwhile.
 constexpr bool AHEAD = Q_STAGES > 1;
-constexpr int WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
-static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
-                  (1 + CONSUMERS) * registers_at_start(THREADS),
+constexpr int PRODUCERS = 1 + ${code_groups};  // warpgroups; all but the first behind the consumers
+constexpr int WARPGROUP = 128, THREADS = WARPGROUP * (PRODUCERS + CONSUMERS);
+static_assert(PRODUCERS * PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
+                  (PRODUCERS + CONSUMERS) * registers_at_start(THREADS),
               "more would be waited for forever");
 constexpr int QK_STEPS = HEAD_DIM / 16, PV_STEPS = BLOCK_K / 16;
 using Rings = AttentionRings<BLOCK_Q, BLOCK_K, HEAD_DIM, HEAD_DIM_V, Q_STAGES, K_STAGES, V_STAGES,
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   //% if together
   const bool decodes = blockIdx.x < works.decoding_blocks;
   //% endif
-  if (warpgroup == 0) {
+  if (warpgroup == 0 || warpgroup > CONSUMERS) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
     //% if together

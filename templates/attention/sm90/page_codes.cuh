@@ -1,8 +1,11 @@
 // Codes of keys and values in pages on their way to wgmma: TMA brings a tile of bytes into a ring of
-// its own, and three warps of the producer store it as the 16-bit tile that products read. A code is
+// its own, and warps beside the one that asks for it store it as the 16-bit tile that products read. A code is
 // a number of fp16 and of bf16, exactly; scales of heads belong to the scores and to the output.
 //
 //   tiles are brought, and made numbers, as consumers ask for them:   K_n  K_(n-1) V_n  ...  V_first
+//
+// A thread asks for several chunks before it widens the first: shared memory is far, and these warps
+// have nobody else on their schedulers to wait for it.
 //
 // Each thread takes 16 codes at a time, two chunks of the tile. Eight neighbours have half a swizzled
 // row of codes of each of two rows, r and r ^ 5: they read 32 banks, as the rows differ in bit 2, and
@@ -15,8 +18,6 @@
 #include "ptx/proxy_fence.cuh"
 #include "kv/e4m3.cuh"
 #include "attention/sm90/work.cuh"
-
-constexpr int WIDENING_WARPS = 3;
 
 // Rows of bytes as TMA brings them: panels of 128, swizzled as 16-bit tiles are (tile/swizzle.cuh), or
 // rows of another width one behind another.
@@ -118,43 +119,58 @@ __device__ __forceinline__ void widen_chunk(uint4& first, uint4& second, const u
 }
 
 // A tile of codes -> Tile, of which the first `rows` rows are wanted and the others become zeros. By
-// thread `thread` of WIDENING_WARPS warps: four have a panel's 64 codes of a row, the next four those
-// of another row, then come other panels and rows.
-template <typename T, typename S, typename Tile, typename Codes, bool WHOLE>
+// thread `thread` of THREADS: four have a panel's 64 codes of a row, the next four those of another
+// row, then come other panels and rows.
+template <typename T, typename S, typename Tile, typename Codes, int THREADS, int MOST, bool WHOLE>
 __device__ __forceinline__ void widen_rows(u32 to, u32 from, int rows, int thread) {
-  constexpr int THREADS = WIDENING_WARPS * WARP_SIZE, STEP = THREADS / (4 * Tile::PANELS);
+  constexpr int STEP = THREADS / (4 * Tile::PANELS), COUNT = ceil_div(Tile::ROWS, STEP);
+  constexpr int AT_ONCE = min_of(MOST, COUNT);  // chunks under way
   const int column = thread % 4, panel = thread / 8 % Tile::PANELS;
   const int first = thread / (8 * Tile::PANELS) * 2 + thread / 4 % 2;
+  const auto row_of = [&](int i) { return (i & ~7) + (i % 8 / 2 ^ i % 2 * 5); };  // each once
   to += panel * Tile::PANEL_BYTES;
-#pragma unroll 4
-  for (int i = first; i < Tile::ROWS; i += STEP) {
-    const int row = (i & ~7) + (i % 8 / 2 ^ i % 2 * 5);  // each of eight once
-    uint4 codes = make_uint4(0, 0, 0, 0), low, high;
-    if (WHOLE || row < rows)
-      codes = load_shared_chunk(from + Codes::offset(row, panel * 4 + column));
-    widen_chunk<T, S>(low, high, codes);
-    const u32 place = to + Tile::offset(row, 2 * column);
-    store_shared_chunk(place, low);
-    store_shared_chunk(place ^ 16, high);
+#pragma unroll 1
+  for (int begin = first; begin < Tile::ROWS; begin += AT_ONCE * STEP) {
+    uint4 codes[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int row = row_of(begin + i * STEP);
+      codes[i] = make_uint4(0, 0, 0, 0);
+      if (row < (WHOLE ? Tile::ROWS : rows))
+        codes[i] = load_shared_chunk(from + Codes::offset(row, panel * 4 + column));
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int row = row_of(begin + i * STEP);
+      if (row >= Tile::ROWS) continue;
+      uint4 low, high;
+      widen_chunk<T, S>(low, high, codes[i]);
+      const u32 place = to + Tile::offset(row, 2 * column);
+      store_shared_chunk(place, low);
+      store_shared_chunk(place ^ 16, high);
+    }
   }
 }
-template <typename T, typename S, typename Tile, typename Codes>
+template <typename T, typename S, typename Tile, typename Codes, int THREADS, int AT_ONCE>
 __device__ __forceinline__ void widen_tile(u32 to, u32 from, int rows, int thread) {
-  static_assert(WIDENING_WARPS * WARP_SIZE % (8 * Tile::PANELS) == 0, "a thread has one panel");
+  static_assert(THREADS % (8 * Tile::PANELS) == 0, "a thread has one panel");
   if (rows >= Tile::ROWS)
-    widen_rows<T, S, Tile, Codes, true>(to, from, rows, thread);
+    widen_rows<T, S, Tile, Codes, THREADS, AT_ONCE, true>(to, from, rows, thread);
   else
-    widen_rows<T, S, Tile, Codes, false>(to, from, rows, thread);
+    widen_rows<T, S, Tile, Codes, THREADS, AT_ONCE, false>(to, from, rows, thread);
   proxy_fence();
   __syncwarp();
 }
 
-// Codes S in pages, which become T.
-template <typename Rings, typename T, typename S>
+// Codes S in pages, which become T. GROUPS: warpgroups of the block that do nothing else, behind the
+// consumers; all warps of the producer but one help. AT_ONCE: chunks that a thread has under way.
+template <typename Rings, typename T, typename S, int GROUPS, int AT_ONCE>
 struct PageCodes {
-  static constexpr int WARPS = WIDENING_WARPS;  // of the producer, that make K and V of them
   using KTile = typename Rings::KTile;
   using VTile = typename Rings::VTile;
+  // That make K and V: in the producer's warpgroup, and in all. Three panels want whole threes.
+  static constexpr int HELPERS = GROUPS > 0 && KTile::PANELS % 3 == 0 ? 2 : 3;
+  static constexpr int WARPS = HELPERS + 4 * GROUPS, THREADS = WARPS * WARP_SIZE;
   using KCodes = ByteTile<KTile::ROWS, KTile::COLUMNS>;
   using VCodes = ByteTile<VTile::ROWS, VTile::COLUMNS>;
   using Place = RingPlace<Rings::CODE_STAGES>;
@@ -182,7 +198,7 @@ struct PageCodes {
     const bool arrives = threadIdx.x % WARP_SIZE == 0;
     const auto take = [&](auto tile, auto bytes, u32 to, u32 full, int rows) {
       mbarrier_wait(barriers.codes_full(codes.stage), codes.parity);
-      widen_tile<T, S, decltype(tile), decltype(bytes)>(
+      widen_tile<T, S, decltype(tile), decltype(bytes), THREADS, AT_ONCE>(
           to, shared + Rings::CODES + codes.stage * Rings::CODE_STAGE, rows, thread);
       if (arrives) mbarrier_arrive(full);
       release(codes, barriers.codes_empty(codes.stage), arrives);
@@ -210,7 +226,7 @@ struct PageCodes {
     }
     // Consumers multiply one K more before they know that there was none: zeros.
     mbarrier_wait(barriers.k_empty(k_place.stage), k_place.parity ^ 1);
-    widen_tile<T, S, KTile, KCodes>(shared + Rings::K + k_place.stage * Rings::K_STAGE, 0, 0,
+    widen_tile<T, S, KTile, KCodes, THREADS, AT_ONCE>(shared + Rings::K + k_place.stage * Rings::K_STAGE, 0, 0,
                                     thread);
     if (arrives) mbarrier_arrive(barriers.k_full(k_place.stage));
   }

@@ -102,9 +102,12 @@ struct AttentionProducer {
       lead(works, q_map, k_map, v_map, tail_parity);
     } else if (Codes::WARPS > 0) {
       if constexpr (Codes::WARPS > 0) {
+        if (warp > Codes::HELPERS && warp < 4) return;
         RingPlace<SLOTS> slot;
+        const int of_group = Codes::THREADS - (blockDim.x - threadIdx.x);  // the block's last warps
         Codes{barriers, shared}.widen(
-            works.batch, threadIdx.x - WARP_SIZE, [&] { return take_work<true>(slot); }, span_of);
+            works.batch, warp < 4 ? threadIdx.x - WARP_SIZE : of_group,
+            [&] { return take_work<true>(slot); }, span_of);
       }
     } else if (warp == 1 && (VARLEN || elect_one())) {
       tma_prefetch(v_map);
