@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   //% if together
   const bool decodes = blockIdx.x < works.decoding_blocks;
   //% endif
-  if (warpgroup == 0 || warpgroup > CONSUMERS) {
+  if (warpgroup == 0 || PRODUCERS > 1 && warpgroup > CONSUMERS) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
     //% if together
