@@ -83,9 +83,9 @@ struct SingleTokens {
   // All of a block's share, in a crew of `abreast` of `blocks`.
   __device__ __forceinline__ void run(int blocks, int abreast) const {
     const LaneSequence lanes(sequences, 0, UNIT_LOG2);
-    const Crew crew(abreast, blocks);
+    const Crew crew(abreast);
     const int heads = query_rows.kv_heads, listed = crew.size > 1 ? 1 : heads;
-    const Shares shares(count_units(sequences, lanes, UNIT_LOG2) * listed, crew.count());
+    const Shares shares(count_units(sequences, lanes, UNIT_LOG2) * listed, crew.count(blocks));
     const int share_end = shares.begin(crew.number + 1);
     int unit = shares.begin(crew.number);
     if (unit >= share_end) return;
@@ -96,7 +96,7 @@ struct SingleTokens {
       const RowTile tile{query_rows, sequences.queries(place.sequence), segment.head, 0,
                          query_rows.count()};
       attend(place, segment, tile);
-      leave(place.sequence, segment, tile, cut);
+      leave(place.sequence, segment, tile, cut, blocks);
       unit = segment.end;
       if (unit >= share_end) return;
       if (unit == place.first + listed * place.units) place.advance(sequences, unit, UNIT_LOG2);
@@ -212,7 +212,7 @@ struct SingleTokens {
   // The warps' outputs become one: stored, or a part of the head in the workspace; who leaves the
   // last part puts all together.
   __device__ __forceinline__ void leave(int sequence, const Segment& segment, const RowTile& tile,
-                                        const HeadParts& cut) const {
+                                        const HeadParts& cut, int blocks) const {
     const Parts<HEAD_DIM> parts(arrays.workspace, arrays.slots, tile.count);
     const auto store = [&](int row, int column, const Quad& quad) {
       tile.store(arrays.o, arrays.o_strides, arrays.lse, arrays.head_dim_v, row, column, quad);
@@ -228,7 +228,8 @@ struct SingleTokens {
     }
     meet();
     const int heads = query_rows.kv_heads;
-    const int counter = cut.counter(sequence * heads + segment.head, sequences.batch * heads, 0);
+    const int counter =
+        cut.counter(sequence * heads + segment.head, sequences.batch * heads, 0, blocks);
     if (cut.count == 1 || !is_last(arrays.counters + counter, cut.count)) return;
     const u32 queue = shared_address(shared_memory) + ring_place(warp) + lane * 16;
     for (int i = thread; i - lane < tile.count * QUADS; i += THREADS) {
