@@ -78,11 +78,11 @@ __device__ __forceinline__ float weight(float x, float top) {
   return x == NEG_INFINITY ? 0.f : exp2_fast(x - top);
 }
 
-// Of GROUPS warps that saw the same row: area(i) is where warp i left its rows, states lie
-// `state_step` apart.
-template <int HEAD_DIM, int GROUPS, typename Area>
-__device__ __forceinline__ Quad merge_areas(const Area& area, const RowState* states,
-                                            int state_step, int row, int column, float scale) {
+// Of GROUPS warps that saw the same row: areas `area_step` bytes apart, states `state_step` apart.
+template <int HEAD_DIM, int GROUPS>
+__device__ __forceinline__ Quad merge_warps(const unsigned char* area, int area_step,
+                                            const RowState* states, int state_step, int row,
+                                            int column, float scale) {
   float top = NEG_INFINITY, sum = 0.f;
 #pragma unroll
   for (int i = 0; i < GROUPS; ++i) top = fmaxf(top, states[i * state_step + row].top);
@@ -92,20 +92,11 @@ __device__ __forceinline__ Quad merge_areas(const Area& area, const RowState* st
     const RowState state = states[i * state_step + row];
     const float by = weight(state.top, top);
     sum = fmaf(by, state.sum, sum);
-    const float* const x = reinterpret_cast<const float*>(area(i));
+    const float* const x = reinterpret_cast<const float*>(area + i * area_step);
     add_scaled(value, by,
                *reinterpret_cast<const float4*>(x + row * WarpRows<HEAD_DIM>::STRIDE + column));
   }
   return scaled(value, sum, top, scale);
-}
-
-// Areas `area_step` bytes apart.
-template <int HEAD_DIM, int GROUPS>
-__device__ __forceinline__ Quad merge_warps(const unsigned char* area, int area_step,
-                                            const RowState* states, int state_step, int row,
-                                            int column, float scale) {
-  return merge_areas<HEAD_DIM, GROUPS>([&](int i) { return area + i * area_step; }, states,
-                                       state_step, row, column, scale);
 }
 
 // Parts of heads that several blocks share. Slot s has `rows` rows of HEAD_DIM floats.

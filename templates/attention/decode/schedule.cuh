@@ -74,16 +74,13 @@ struct Shares {
   }
 };
 
-// The blocks that take heads abreast; or a block alone, which takes one head after the other. `all`:
-// the blocks that there are of all crews.
+// The blocks that take heads abreast; or a block alone, which takes one head after the other.
 struct Crew {
   int size, number;  // of its blocks; which crew this block is of
 
   __device__ __forceinline__ explicit Crew(int abreast)
       : size(abreast), number(blockIdx.x / static_cast<u32>(abreast)) {}
-  __device__ __forceinline__ int count(u32 all = gridDim.x) const {
-    return all / static_cast<u32>(size);
-  }
+  __device__ __forceinline__ int count() const { return gridDim.x / static_cast<u32>(size); }
   __device__ __forceinline__ int member() const { return blockIdx.x - number * size; }
 };
 
@@ -204,8 +201,7 @@ struct HeadParts {
   }
   // One for each head that may be cut: heads are numbered, or where that takes more, the blocks
   // that they begin in, each of which has one such head.
-  __device__ __forceinline__ int counter(int head, int heads, int split,
-                                         u32 all = gridDim.x) const {
-    return split || heads <= all ? head : first * crew.size + crew.member();
+  __device__ __forceinline__ int counter(int head, int heads, int split) const {
+    return split || heads <= gridDim.x ? head : first * crew.size + crew.member();
   }
 };

@@ -42,6 +42,7 @@ struct SingleTokens {
   static constexpr int HEAD_DIM = Rings::WIDTH, QUADS = HEAD_DIM / 4;
   static constexpr int KEYS = 16, UNIT_LOG2 = 7;  // of a step; of a unit, which is a step of each warp
   static constexpr int RING_BYTES = 16384, RINGS = Rings::QTile::BYTES / RING_BYTES;
+  static constexpr int AREA_STEP = Rings::Q_STAGE / RINGS;  // of warps' outputs, each in its ring
   using KvTile = SwizzledTile<KEYS, HEAD_DIM>;
   using KReader = FragmentReader<KvTile, BlockOrder::COL_MAJOR>;
   using VReader = FragmentReader<KvTile, BlockOrder::ROW_MAJOR>;
@@ -85,7 +86,8 @@ struct SingleTokens {
     const LaneSequence lanes(sequences, 0, UNIT_LOG2);
     const Crew crew(abreast);
     const int heads = query_rows.kv_heads, listed = crew.size > 1 ? 1 : heads;
-    const Shares shares(count_units(sequences, lanes, UNIT_LOG2) * listed, crew.count(blocks));
+    const Shares shares(count_units(sequences, lanes, UNIT_LOG2) * listed,
+                        blocks / static_cast<u32>(crew.size));
     const int share_end = shares.begin(crew.number + 1);
     int unit = shares.begin(crew.number);
     if (unit >= share_end) return;
@@ -96,7 +98,7 @@ struct SingleTokens {
       const RowTile tile{query_rows, sequences.queries(place.sequence), segment.head, 0,
                          query_rows.count()};
       attend(place, segment, tile);
-      leave(place.sequence, segment, tile, cut, blocks);
+      leave(place.sequence, segment, tile, cut);
       unit = segment.end;
       if (unit >= share_end) return;
       if (unit == place.first + listed * place.units) place.advance(sequences, unit, UNIT_LOG2);
@@ -177,7 +179,7 @@ struct SingleTokens {
     }
     cp_async_wait<0>();
     __syncwarp();
-    leave_rows<HEAD_DIM, false>(shared_memory + ring_place(warp), states() + warp * WARP_ROWS, acc,
+    leave_rows<HEAD_DIM, false>(shared_memory + warp * AREA_STEP, states() + warp * WARP_ROWS, acc,
                                 softmax, scale_log2, lane, tile.count);
     meet();
   }
@@ -212,15 +214,15 @@ struct SingleTokens {
   // The warps' outputs become one: stored, or a part of the head in the workspace; who leaves the
   // last part puts all together.
   __device__ __forceinline__ void leave(int sequence, const Segment& segment, const RowTile& tile,
-                                        const HeadParts& cut, int blocks) const {
+                                        const HeadParts& cut) const {
     const Parts<HEAD_DIM> parts(arrays.workspace, arrays.slots, tile.count);
     const auto store = [&](int row, int column, const Quad& quad) {
       tile.store(arrays.o, arrays.o_strides, arrays.lse, arrays.head_dim_v, row, column, quad);
     };
-    const auto area = [&](int i) { return shared_memory + ring_place(i); };
     for (int i = thread; i < tile.count * QUADS; i += THREADS) {
       const int row = i / QUADS, column = i % QUADS * 4;
-      const Quad quad = merge_areas<HEAD_DIM, WARPS>(area, states(), WARP_ROWS, row, column, 1.f);
+      const Quad quad = merge_warps<HEAD_DIM, WARPS>(shared_memory, AREA_STEP, states(), WARP_ROWS,
+                                                     row, column, 1.f);
       if (cut.count == 1)
         store(row, column, quad);
       else
@@ -228,8 +230,7 @@ struct SingleTokens {
     }
     meet();
     const int heads = query_rows.kv_heads;
-    const int counter =
-        cut.counter(sequence * heads + segment.head, sequences.batch * heads, 0, blocks);
+    const int counter = cut.counter(sequence * heads + segment.head, sequences.batch * heads, 0);
     if (cut.count == 1 || !is_last(arrays.counters + counter, cut.count)) return;
     const u32 queue = shared_address(shared_memory) + ring_place(warp) + lane * 16;
     for (int i = thread; i - lane < tile.count * QUADS; i += THREADS) {
