@@ -8,16 +8,16 @@
 //   warps             0   1   |   2   3   |   4   5   | ...
 //
 // Keys are shared out over blocks as decode/schedule.cuh says; the last block that has a part of a
-// head adds up all parts, in their order.
+// head adds up all parts, in their order. A segment's outputs are left in its rings' last stages, while
+// the others are filled for the next segment.
 #pragma once
 #include "ptx/cp_async.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/proxy_fence.cuh"
 #include "tile/last_block.cuh"
-#include "attention/decode/copy.cuh"
 #include "attention/decode/rows.cuh"
-#include "attention/decode/schedule.cuh"
+#include "attention/decode/segment_keys.cuh"
 #include "attention/mma.cuh"
 
 // What the kernel's arguments say of them. Strides of q and o: from token to token, head to head.
@@ -32,8 +32,8 @@ struct SingleTokenArrays {
   Strides q_strides, k_strides, v_strides, o_strides;
   int head_dim, head_dim_v, table_width, page_log2;
   u32 num_pages;
-  int slots;      // of parts in the workspace
-  float sink_unit;  // what a sink is multiplied by to be a score
+  int slots;  // of parts in the workspace
+  float softmax_scale;
 };
 
 template <typename Rings, typename T, bool SINKS>
@@ -42,15 +42,19 @@ struct SingleTokens {
   static constexpr int HEAD_DIM = Rings::WIDTH, QUADS = HEAD_DIM / 4;
   static constexpr int KEYS = 16, UNIT_LOG2 = 7;  // of a step; of a unit, which is a step of each warp
   static constexpr int RING_BYTES = 16384, RINGS = Rings::QTile::BYTES / RING_BYTES;
-  static constexpr int AREA_STEP = Rings::Q_STAGE / RINGS;  // of warps' outputs, each in its ring
   using KvTile = SwizzledTile<KEYS, HEAD_DIM>;
   using KReader = FragmentReader<KvTile, BlockOrder::COL_MAJOR>;
   using VReader = FragmentReader<KvTile, BlockOrder::ROW_MAJOR>;
   static constexpr int STAGE_BYTES = 2 * KvTile::BYTES, STAGES = RING_BYTES / STAGE_BYTES;
+  static constexpr int OUTPUT_BYTES = WarpRows<HEAD_DIM>::BYTES;
+  static constexpr int OUTPUT_STAGES = ceil_div(OUTPUT_BYTES, STAGE_BYTES);
+  static constexpr int AHEAD_STEPS = STAGES - OUTPUT_STAGES, OUTPUTS = AHEAD_STEPS * STAGE_BYTES;
+  using Keys = SegmentKeys<KvTile, T, WARPS, WARP_SIZE, STAGES>;
   static constexpr int PART_LANES = min_of(WARP_SIZE, QUADS);
+  static constexpr int PARTS_AT_ONCE =
+      min_of(PART_LANES, OUTPUT_STAGES * STAGE_BYTES / (WARP_SIZE * 16));
   static_assert(STAGES > 1 && RINGS > 0 && KEYS * WARPS == 1 << UNIT_LOG2, "a ring of steps");
-  static_assert(RING_BYTES >= WarpRows<HEAD_DIM>::BYTES && RING_BYTES >= PART_LANES * 512,
-                "outputs and queues are left in the ring");
+  static_assert(AHEAD_STEPS > 0, "outputs and queues are left in the ring");
   static_assert(Rings::QTile::BYTES == Rings::KTile::BYTES &&
                     Rings::QTile::BYTES == Rings::VTile::BYTES,
                 "stages are alike");
@@ -92,17 +96,51 @@ struct SingleTokens {
     int unit = shares.begin(crew.number);
     if (unit >= share_end) return;
     Place place = find_place(sequences, lanes, UNIT_LOG2, listed, unit);
+    const u32 ring = shared_address(shared_memory) + ring_place(warp);
+    Segment next(place, unit, share_end, 0, crew.member());
+    Keys keys = keys_of(place, next);
+    int page[STAGES];
+    fetch_first(keys, ring, page);
     while (true) {
-      const Segment segment(place, unit, share_end, 0, crew.member());
+      const Segment segment = next;
       const HeadParts cut(segment, shares, crew, 0);
+      const int counter = cut.counter(place.sequence * heads + segment.head,
+                                      sequences.batch * heads, 0);
       const RowTile tile{query_rows, sequences.queries(place.sequence), segment.head, 0,
                          query_rows.count()};
-      attend(place, segment, tile);
-      leave(place.sequence, segment, tile, cut);
-      unit = segment.end;
-      if (unit >= share_end) return;
-      if (unit == place.first + listed * place.units) place.advance(sequences, unit, UNIT_LOG2);
+      OnlineSoftmax<1> softmax;
+      float acc[1][HEAD_DIM / 8][4] = {};
+      if (SINKS && segment.unit == segment.head_begin && warp == 0) begin_with_sinks(softmax, tile);
+      attend(acc, softmax, keys, ring, page, tile);
+      const bool more = segment.end < share_end;
+      if (more) {
+        if (segment.end == place.first + listed * place.units)
+          place.advance(sequences, segment.end, UNIT_LOG2);
+        next = Segment(place, segment.end, share_end, 0, crew.member());
+        keys = keys_of(place, next);
+        fetch_first(keys, ring, page);
+      }
+      leave_rows<HEAD_DIM, false>(shared_memory + ring_place(warp) + OUTPUTS,
+                                  states() + warp * WARP_ROWS, acc, softmax, scale_log2, lane,
+                                  tile.count);
+      meet();
+      merge(segment, tile, cut, counter);
+      if (!more) return;
     }
+  }
+
+  __device__ __forceinline__ Keys keys_of(const Place& place, const Segment& segment) const {
+    return Keys(segment,
+                PageList(arrays.page_table, place.row, arrays.table_width, arrays.page_log2),
+                HeadPages<T>(arrays.k, segment.head, arrays.k_strides, arrays.head_dim),
+                HeadPages<T>(arrays.v, segment.head, arrays.v_strides, arrays.head_dim_v),
+                sequences.first_key(place.length), place.length, UNIT_LOG2,
+                max(place.length - sequences.window, 0), warp);
+  }
+  __device__ __forceinline__ void fetch_first(const Keys& keys, u32 ring,
+                                              int (&page)[STAGES]) const {
+    keys.look_up(page);
+    keys.template fetch_first<0, AHEAD_STEPS>(ring, page, arrays.page_log2, arrays.num_pages);
   }
 
   // The warp's rows of Q as A fragments, straight from memory: there are few.
@@ -123,65 +161,35 @@ struct SingleTokens {
     }
   }
 
-  // This warp's keys of a segment: its output and sums, left in its ring.
-  __device__ __forceinline__ void attend(const Place& place, const Segment& segment,
-                                         const RowTile& tile) const {
-    const int base_key = sequences.first_key(place.length);
-    const int first_key = base_key + (segment.unit - segment.head_begin << UNIT_LOG2);
-    const int end_key = min(place.length, base_key + (segment.end - segment.head_begin << UNIT_LOG2));
-    const int seen = sequences.window < 0 ? 0 : max(place.length - sequences.window, 0);
-    const int steps = ceil_div(max(end_key - first_key, 0), KEYS);
-    const int own_steps = warp < steps ? (steps - 1 - warp) / WARPS + 1 : 0;
-    const PageList pages(arrays.page_table, place.row, arrays.table_width, arrays.page_log2);
-    const HeadPages<T> k_pages(arrays.k, segment.head, arrays.k_strides, arrays.head_dim);
-    const HeadPages<T> v_pages(arrays.v, segment.head, arrays.v_strides, arrays.head_dim_v);
-    const u32 ring = shared_address(shared_memory) + ring_place(warp);
-    const auto key_of = [&](int step) { return first_key + (step * WARPS + warp) * KEYS; };
-    const auto page_of = [&](int step) {  // of this lane's key; of one that is not seen: none
-      const int key = key_of(step) + lane % KEYS;
-      return seen <= key && key < end_key ? pages.page(key) : -1;
-    };
-    const auto fetch = [&](int step, int page) {
-      const u32 stage = ring + step % STAGES * STAGE_BYTES;
-      copy_step<KvTile, WARP_SIZE>(stage, stage + KvTile::BYTES, k_pages, v_pages, lane, page,
-                                   arrays.page_log2, arrays.num_pages, key_of(step));
-    };
-    int page[STAGES];
-#pragma unroll
-    for (int step = 0; step < STAGES; ++step) page[step] = page_of(step);
-#pragma unroll
-    for (int step = 0; step < STAGES - 1; ++step) {
-      if (step < own_steps) fetch(step, page[step]);
-      cp_async_commit();
-    }
+  // This warp's keys of a segment, whose first steps are on their way.
+  __device__ __forceinline__ void attend(float (&acc)[1][HEAD_DIM / 8][4],
+                                         OnlineSoftmax<1>& softmax, const Keys& keys, u32 ring,
+                                         const int (&page)[STAGES], const RowTile& tile) const {
+    keys.template fetch_first<AHEAD_STEPS, STAGES - 1>(ring, page, arrays.page_log2,
+                                                       arrays.num_pages);
     int next_page = page[STAGES - 1];
     u32 q[HEAD_DIM / 16][1][4];
     load_queries(q, tile);
-    OnlineSoftmax<1> softmax;
-    if (SINKS && segment.unit == segment.head_begin && warp == 0) begin_with_sinks(softmax, tile);
-    float acc[1][HEAD_DIM / 8][4] = {};
     const KReader k_reader(lane);
     const VReader v_reader(lane);
-    for (int step = 0; step < own_steps; ++step) {
+    for (int step = 0; step < keys.steps; ++step) {
       cp_async_wait<STAGES - 2>();  // this step has arrived, and the warp is done with the last
       __syncwarp();
-      if (step + STAGES - 1 < own_steps) fetch(step + STAGES - 1, next_page);
+      if (step + STAGES - 1 < keys.steps)
+        keys.fetch(ring, step + STAGES - 1, next_page, arrays.page_log2, arrays.num_pages);
       cp_async_commit();
-      next_page = page_of(step + STAGES);
+      next_page = keys.page(step + STAGES);
       const u32 stage = ring + step % STAGES * STAGE_BYTES;
-      const int key = key_of(step);
+      const int key = keys.key(step);
       float s[1][KEYS / 8][4] = {};
       multiply_qk<T, 16, true>(s, q, 0, k_reader, stage, k_reader);
-      if (key < seen || key + KEYS > end_key) hide(s, seen - key, end_key - key);
+      if (key < keys.seen || key + KEYS > keys.end) hide(s, keys.seen - key, keys.end - key);
       float correction[1][2];
       if (softmax.raise_max(s, scale_log2, correction)) scale_rows(acc, correction);
       multiply_pv<T, 16>(acc, s, softmax, scale_log2, stage + KvTile::BYTES, v_reader);
     }
     cp_async_wait<0>();
     __syncwarp();
-    leave_rows<HEAD_DIM, false>(shared_memory + warp * AREA_STEP, states() + warp * WARP_ROWS, acc,
-                                softmax, scale_log2, lane, tile.count);
-    meet();
   }
 
   __device__ __forceinline__ void begin_with_sinks(OnlineSoftmax<1>& softmax,
@@ -190,7 +198,7 @@ struct SingleTokens {
     for (int half = 0; half < 2; ++half) {
       const int row = min(lane / 4 + half * 8, tile.count - 1);
       const float sink = arrays.sinks[query_rows.head(tile.kv_head, row)];
-      softmax.begin_row_with(0, half, sink * arrays.sink_unit, lane);
+      softmax.begin_row_with(0, half, sink / arrays.softmax_scale, lane);
     }
   }
 
@@ -213,29 +221,28 @@ struct SingleTokens {
 
   // The warps' outputs become one: stored, or a part of the head in the workspace; who leaves the
   // last part puts all together.
-  __device__ __forceinline__ void leave(int sequence, const Segment& segment, const RowTile& tile,
-                                        const HeadParts& cut) const {
+  __device__ __forceinline__ void merge(const Segment& segment, const RowTile& tile,
+                                        const HeadParts& cut, int counter) const {
     const Parts<HEAD_DIM> parts(arrays.workspace, arrays.slots, tile.count);
     const auto store = [&](int row, int column, const Quad& quad) {
       tile.store(arrays.o, arrays.o_strides, arrays.lse, arrays.head_dim_v, row, column, quad);
     };
     for (int i = thread; i < tile.count * QUADS; i += THREADS) {
       const int row = i / QUADS, column = i % QUADS * 4;
-      const Quad quad = merge_warps<HEAD_DIM, WARPS>(shared_memory, AREA_STEP, states(), WARP_ROWS,
-                                                     row, column, 1.f);
+      const Quad quad = merge_warps<HEAD_DIM, WARPS>(
+          [&](int i) { return shared_memory + ring_place(i) + OUTPUTS; }, states(), WARP_ROWS, row,
+          column, 1.f);
       if (cut.count == 1)
         store(row, column, quad);
       else
         parts.leave(cut.own_slot(segment, 0), row, column, quad);
     }
     meet();
-    const int heads = query_rows.kv_heads;
-    const int counter = cut.counter(sequence * heads + segment.head, sequences.batch * heads, 0);
     if (cut.count == 1 || !is_last(arrays.counters + counter, cut.count)) return;
-    const u32 queue = shared_address(shared_memory) + ring_place(warp) + lane * 16;
+    const u32 queue = shared_address(shared_memory) + ring_place(warp) + OUTPUTS + lane * 16;
     for (int i = thread; i - lane < tile.count * QUADS; i += THREADS) {
       const int row = min(i / QUADS, tile.count - 1), column = i % QUADS * 4;
-      const Quad quad = parts.template merge<PART_LANES, PART_LANES>(
+      const Quad quad = parts.template merge<PART_LANES, PARTS_AT_ONCE>(
           queue, WARP_SIZE * 16, cut.count, row, column,
           [&](int part) { return cut.slot(part, 0); });
       if (i < tile.count * QUADS) store(row, column, quad);
