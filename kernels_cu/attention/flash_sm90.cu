@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   //% else
   const SpanOf<Span> span_of{seqlen_q, seqlen_k, causal${comma_parts}};
   //% endif
-  if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS, Codes::WARPS>(VARLEN, ARRAYS);
+  if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS, Codes::WARPS, CODE_STAGES>(VARLEN, ARRAYS);
   __syncthreads();
   after_previous_kernel();
 
