@@ -188,8 +188,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
   Place place = find_place(sequences, lanes, unit_log2, listed, unit);
   const Parts<HEAD_DIM> parts(workspace, slots, min(all_rows, ROWS));
 
-  const auto keys_of = [&](const Segment& segment) {
+  const auto tile_of = [&](const Segment& segment) {
     const int kv_head = row_tiles == 1 ? segment.head : segment.head / row_tiles;
+    const int row0 = (segment.head - kv_head * row_tiles) * ROWS;
+    return RowTile{query_rows, sequences.queries(place.sequence), kv_head, row0,
+                   min(ROWS, all_rows - row0)};
+  };
+  const auto keys_of = [&](const Segment& segment, int kv_head) {
     //% if form
     const int seen = KeyBand(seqlen_q, place.length, form.window_left, form.window_right).first(0);
     //% else
@@ -201,13 +206,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
                 sequences.first_key(place.length), place.length, unit_log2, seen, group);
   };
   Segment next(place, unit, share_end, split, crew.member());
-  Keys keys = keys_of(next);
+  const RowTile first_tile = tile_of(next);
+  QueryCopy<QTile, THREADS> queries(first_tile, q, q_strides, head_dim);  // before pages' numbers
+  Keys keys = keys_of(next, first_tile.kv_head);
   int page[STAGES];
   const auto go_on = [&](const Segment& segment) {  // with what is behind it
     if (segment.end == place.first + listed * place.units)
       place.advance(sequences, segment.end, unit_log2);
     next = Segment(place, segment.end, share_end, split, crew.member());
-    keys = keys_of(next);
+    const RowTile next_tile = tile_of(next);
+    queries = QueryCopy<QTile, THREADS>(next_tile, q, q_strides, head_dim);
+    keys = keys_of(next, next_tile.kv_head);
     keys.look_up(page);
     keys.fetch_first<0, AHEAD_STEPS>(ring, page, page_log2, num_pages);
   };
@@ -216,15 +225,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
 
   for (;;) {
     const Segment segment = next;
-    const int kv_head = row_tiles == 1 ? segment.head : segment.head / row_tiles;
-    const int row0 = (segment.head - kv_head * row_tiles) * ROWS;
-    const RowTile tile{query_rows, sequences.queries(place.sequence), kv_head, row0,
-                       min(ROWS, all_rows - row0)};
-    const int length = place.length;
+    const RowTile tile = tile_of(segment);
+    const int kv_head = tile.kv_head, row0 = tile.row0, length = place.length;
     //% if form
     const KeyBand band(seqlen_q, length, form.window_left, form.window_right);
     //% endif
-    const QueryCopy<QTile, THREADS> queries(tile, q, q_strides, head_dim);
 
     // 2. Q and the first steps are on their way. Q gets the sign of the scale: a negative one would
     //    turn maxima into minima.

@@ -20,8 +20,8 @@
 
    with c = softmax_scale * log2(e). P stays in registers, as the next product's A operand. An
    optimistic variant does not look for a maximum first (sm90/speculative_softmax.cuh). Rendered in:
-   forms of attention (features.cuh), pages (pages.cuh), of codes too (sm90/page_codes.cuh); rows that
-   go on (row_state.cuh); for few queries, parts of the keys, tiles of several heads (sm90/parts.cuh).
+   forms of attention (features.cuh), pages (pages.cuh), of codes too (sm90/page_codes.cuh), beside
+   sequences that decode (sm90/mixed.cuh); rows that go on (row_state.cuh); for few queries, parts of the keys, tiles of several heads (sm90/parts.cuh).
    Source: Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
 #include "ptx/pdl.cuh"
@@ -161,7 +161,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   //% else
   const SpanOf<Span> span_of{seqlen_q, seqlen_k, causal${comma_parts}};
   //% endif
-  if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS, Codes::WARPS, CODE_STAGES>(VARLEN, ARRAYS);
+  if (threadIdx.x == 0)
+    barriers.begin<Q_STAGES, CONSUMERS, Codes::WARPS, CODE_STAGES>(VARLEN, ARRAYS);
   __syncthreads();
   after_previous_kernel();
 

@@ -51,13 +51,12 @@ _EITHER_WAY = {128: (128, (64, 128))}
 _PANEL, _ROW_BYTES = 64, 128  # columns of a row in shared memory, and bytes
 _WARP_ROWS = 16  # of a tile of queries: a warp stores its own
 _STAGES = ((2, 2), (1, 2), (1, 1))  # of Q, and of bias and mask
-_MORE_BARRIERS = 16 + 16 * 4  # bytes: of tiles that are cut, of bias and mask
+_MORE_BARRIERS = 16 + 16 * 2  # bytes: of tiles that are cut, of bias and mask
 COUNTERS = 1
-import os  # MEASURE
-_CODE_GROUPS = int(os.environ.get("PAGES_GROUPS", "1"))  # warpgroups that widen codes and do nothing else
-_ONCE = int(os.environ.get("PAGES_ONCE", "3"))
+_CODE_GROUPS = 1  # warpgroups that widen codes and do nothing else
 _CODE_GROUP_DIM = 128  # at most: wider accumulators need more registers than a block starts with
-CODE_STAGES = int(os.environ.get("PAGES_STAGES", "2"))  # tiles of codes in shared memory, which become K or V
+_CODES_AT_ONCE = 2  # chunks that a thread has under way: more spill
+CODE_STAGES = 2  # tiles of codes in shared memory, which become K or V
 # What P and its sums may come to before a maximum is looked for, well inside the type's range.
 _LIMITS = {"fp16": "16384.f", "bf16": "0x1p32f"}
 _NO_ROOM = "has no shared memory left for a bias or a mask"
@@ -147,8 +146,8 @@ def _codes(features: ScoreFeatures | None) -> dict[str, Any]:
         return {"codes_type": "NoCodes", "code_stages": 0, "key_scale": "1.f", "value_scale": "1.f"}
     kept, at = features.values()["kept_keys"], "[place.head / group_size]"
     scales = {"key_scale": f"k_scale{at}", "value_scale": f"v_scale{at}"}
-    groups = "PRODUCERS - 1"
-    return {"codes_type": f"PageCodes<Rings, elem_t, {kept}, {groups}, {_ONCE}>", "code_stages": CODE_STAGES, **scales}
+    codes = f"PageCodes<Rings, elem_t, {kept}, PRODUCERS - 1, {_CODES_AT_ONCE}>"
+    return {"codes_type": codes, "code_stages": CODE_STAGES, **scales}
 
 
 def _page_boxes(features: ScoreFeatures) -> dict[str, Any]:
@@ -186,8 +185,7 @@ def stages(params: Params) -> tuple[int, int]:
 def _stages(params: Params) -> tuple[int, int] | None:
     """How many tiles of Q, and of bias and mask, have room; None where not even one has. With two
     of Q a tile's first scores are under way before the last one's output is stored."""
-    codes = (_features(params) or ScoreFeatures()).codes
-    fitting = (s for s in _STAGES[int(bool(codes) and CODE_STAGES > 2) :] if sum(n for _, n in _parts(params, *s)) <= MAX_SHARED)
+    fitting = (s for s in _STAGES if sum(n for _, n in _parts(params, *s)) <= MAX_SHARED)
     return next(fitting, None)
 
 
