@@ -206,27 +206,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
                 sequences.first_key(place.length), place.length, unit_log2, seen, group);
   };
   Segment next(place, unit, share_end, split, crew.member());
-  const RowTile first_tile = tile_of(next);
-  QueryCopy<QTile, THREADS> queries(first_tile, q, q_strides, head_dim);  // before pages' numbers
-  Keys keys = keys_of(next, first_tile.kv_head);
+  QueryCopy<QTile, THREADS> queries;
+  Keys keys;
   int page[STAGES];
-  const auto go_on = [&](const Segment& segment) {  // with what is behind it
-    if (segment.end == place.first + listed * place.units)
-      place.advance(sequences, segment.end, unit_log2);
-    next = Segment(place, segment.end, share_end, split, crew.member());
-    const RowTile next_tile = tile_of(next);
-    queries = QueryCopy<QTile, THREADS>(next_tile, q, q_strides, head_dim);
-    keys = keys_of(next, next_tile.kv_head);
+  const auto ask = [&](const RowTile& of) {  // for Q before pages: that waits for nothing
+    queries = QueryCopy<QTile, THREADS>(of, q, q_strides, head_dim);
+    keys = keys_of(next, of.kv_head);
     keys.look_up(page);
     keys.fetch_first<0, AHEAD_STEPS>(ring, page, page_log2, num_pages);
   };
-  keys.look_up(page);
-  keys.fetch_first<0, AHEAD_STEPS>(ring, page, page_log2, num_pages);
+  if (AHEAD) ask(tile_of(next));
 
   for (;;) {
     const Segment segment = next;
     const RowTile tile = tile_of(segment);
     const int kv_head = tile.kv_head, row0 = tile.row0, length = place.length;
+    if (!AHEAD) ask(tile);
     //% if form
     const KeyBand band(seqlen_q, length, form.window_left, form.window_right);
     //% endif
@@ -244,7 +239,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     //% endif
     const float v_factor = SCALED ? v_scale[kv_head] : 1.f;
     const HeadParts cut(segment, shares, crew, split);
-    const int counter = cut.counter(place.sequence * heads + segment.head, batch * heads, split);
+    const auto counter_of = [&] {
+      return cut.counter(place.sequence * heads + segment.head, batch * heads, split);
+    };
+    int counter = AHEAD ? counter_of() : 0;
     __syncthreads();
     u32 q_fragments[HEAD_DIM / 16][1][4];
     if (Q_IN_REGISTERS) {
@@ -324,7 +322,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     cp_async_wait<0>();
     group_sync();
     const bool more = segment.end < share_end;
-    if (AHEAD && more) go_on(segment);
+    const auto go_on = [&] {
+      if (segment.end == place.first + listed * place.units)
+        place.advance(sequences, segment.end, unit_log2);
+      next = Segment(place, segment.end, share_end, split, crew.member());
+    };
+    if (AHEAD && more) {
+      go_on();
+      ask(tile_of(next));
+    }
     unsigned char* const outputs = rings + OUTPUTS;
     leave_rows<HEAD_DIM, SCALED>(
         outputs + group * RING_STEP + row_block * WarpRows<HEAD_DIM>::BYTES,
@@ -346,6 +352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     // 5. The last block that has a part of the head adds them up. Before thread 0 says that this
     //    part is there, all threads have written theirs of it; nobody reads the rings any more.
     __syncthreads();
+    if (!AHEAD) counter = counter_of();
     if (cut.count > 1 && last_block(counters + counter, cut.count)) {
       const u32 queue = ring + OUTPUTS + threadIdx.x % GROUP_THREADS * 16;
       for (int i = threadIdx.x; i - lane < tile.count * QUADS; i += THREADS) {
@@ -359,6 +366,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     }
 
     if (!more) return;
-    if (!AHEAD) go_on(segment);
+    if (!AHEAD) go_on();
   }
 }

@@ -21,7 +21,8 @@
    with c = softmax_scale * log2(e). P stays in registers, as the next product's A operand. An
    optimistic variant does not look for a maximum first (sm90/speculative_softmax.cuh). Rendered in:
    forms of attention (features.cuh), pages (pages.cuh), of codes too (sm90/page_codes.cuh), beside
-   sequences that decode (sm90/mixed.cuh); rows that go on (row_state.cuh); for few queries, parts of the keys, tiles of several heads (sm90/parts.cuh).
+   sequences that decode (mixed/work_items.cuh); rows that go on (row_state.cuh); for few queries,
+   parts of the keys, tiles of several heads (sm90/parts.cuh).
    Source: Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
 #include "ptx/pdl.cuh"
@@ -39,8 +40,8 @@
 //% if not together
 #include "attention/row_state.cuh"
 //% else
-#include "attention/sm90/mixed.cuh"
-#include "attention/sm90/single_tokens.cuh"
+#include "attention/mixed/work_items.cuh"
+#include "attention/mixed/single_tokens.cuh"
 //% endif
 //% if form
 #include "attention/sm90/alibi.cuh"

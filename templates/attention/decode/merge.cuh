@@ -12,14 +12,16 @@
 
 constexpr int WARP_ROWS = 16;
 
-// Where a warp leaves its rows, fp32. Columns are moved by the row, so that four rows lie in different
-// banks, a half of them in eight words each, or two rows in sixteen.
+// Where a warp leaves its rows, fp32, neighbouring ones in different banks: columns are moved by the
+// row, or, where that takes registers that wide rows do not leave, rows are padded.
 template <int HEAD_DIM>
 struct WarpRows {
-  static constexpr int BYTES = WARP_ROWS * HEAD_DIM * 4;
+  static constexpr bool MOVED = HEAD_DIM <= 128;
+  static constexpr int STRIDE = MOVED ? HEAD_DIM : HEAD_DIM + 8;  // floats
+  static constexpr int BYTES = WARP_ROWS * STRIDE * 4;
 
   __device__ static __forceinline__ int at(int row, int column) {
-    return row * HEAD_DIM + (column ^ ((row & 1) << 4 | (row & 2) << 2));
+    return row * STRIDE + (MOVED ? column ^ ((row & 1) << 4 | (row & 2) << 2) : column);
   }
 };
 

@@ -8,26 +8,34 @@
 template <typename Tile, typename T, int GROUPS, int GROUP_THREADS, int STAGES>
 struct SegmentKeys {
   static constexpr int KEYS = Tile::ROWS, STAGE_BYTES = 2 * Tile::BYTES;
+  static constexpr bool FOLDED = sizeof(T) == 1;  // the group, into `first`: registers ask for it
   PageList pages;
   HeadPages<T> k, v;
-  int first, steps;  // the group's own: its first key, and how many steps it has
-  int end, seen;     // of the segment's keys; those before `seen` are seen by none
+  int first, end, seen;  // keys of the segment; those before `seen` are seen by none
+  int group, steps;      // the group's own
+
+  __device__ __forceinline__ SegmentKeys() {}  // to be assigned
 
   // From base_key on, where the units of a sequence begin.
   __device__ __forceinline__ SegmentKeys(const Segment& segment, const PageList& of_sequence,
                                          const HeadPages<T>& keys, const HeadPages<T>& values,
                                          int base_key, int length, int unit_log2, int first_seen,
-                                         int group)
+                                         int of_warps)
       : pages(of_sequence),
         k(keys),
         v(values),
-        first(base_key + ((segment.unit - segment.head_begin) << unit_log2) + group * KEYS),
+        first(base_key + ((segment.unit - segment.head_begin) << unit_log2) +
+              (FOLDED ? of_warps * KEYS : 0)),
         end(min(length, base_key + ((segment.end - segment.head_begin) << unit_log2))),
-        seen(first_seen) {
-    steps = ceil_div(max(end - first, 0), GROUPS * KEYS);
+        seen(first_seen),
+        group(FOLDED ? 0 : of_warps) {
+    const int all = ceil_div(max(end - first, 0), FOLDED ? GROUPS * KEYS : KEYS);
+    steps = FOLDED ? all : group < all ? (all - 1 - group) / GROUPS + 1 : 0;
   }
 
-  __device__ __forceinline__ int key(int step) const { return first + step * GROUPS * KEYS; }
+  __device__ __forceinline__ int key(int step) const {
+    return first + (step * GROUPS + group) * KEYS;
+  }
   // Of this lane's key; a page before a window may be somebody else's now.
   __device__ __forceinline__ int page(int step) const {
     const int at = key(step) + threadIdx.x % WARP_SIZE % KEYS;

@@ -1,6 +1,6 @@
 // Batches in which some sequences have one new token and others more, in one launch on sm_90.
 //
-//   blocks 0 .. D - 1   first their shares of the keys of single tokens (sm90/single_tokens.cuh),
+//   blocks 0 .. D - 1   first their shares of the keys of single tokens (mixed/single_tokens.cuh),
 //                       then tiles of the other sequences, as all blocks
 //   blocks D ..         tiles at once
 //

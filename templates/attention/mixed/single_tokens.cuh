@@ -1,4 +1,4 @@
-// Sequences of one new token beside others that are prefilled (sm90/mixed.cuh): what decode.cu does,
+// Sequences of one new token beside others that are prefilled (mixed/work_items.cuh): what decode.cu does,
 // by the eight warps of two consumers, before the block's tiles of queries.
 //
 // The rows of a tile are the query heads of one KV head, up to 16. Each warp has a ring of its own,
