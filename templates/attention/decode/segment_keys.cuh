@@ -8,7 +8,6 @@
 template <typename Tile, typename T, int GROUPS, int GROUP_THREADS, int STAGES>
 struct SegmentKeys {
   static constexpr int KEYS = Tile::ROWS, STAGE_BYTES = 2 * Tile::BYTES;
-  static constexpr bool FOLDED = sizeof(T) == 1;  // the group, into `first`: registers ask for it
   PageList pages;
   HeadPages<T> k, v;
   int first, end, seen;  // keys of the segment; those before `seen` are seen by none
@@ -24,13 +23,12 @@ struct SegmentKeys {
       : pages(of_sequence),
         k(keys),
         v(values),
-        first(base_key + ((segment.unit - segment.head_begin) << unit_log2) +
-              (FOLDED ? of_warps * KEYS : 0)),
+        first(base_key + ((segment.unit - segment.head_begin) << unit_log2)),
         end(min(length, base_key + ((segment.end - segment.head_begin) << unit_log2))),
         seen(first_seen),
-        group(FOLDED ? 0 : of_warps) {
-    const int all = ceil_div(max(end - first, 0), FOLDED ? GROUPS * KEYS : KEYS);
-    steps = FOLDED ? all : group < all ? (all - 1 - group) / GROUPS + 1 : 0;
+        group(of_warps) {
+    const int all = ceil_div(max(end - first, 0), KEYS);
+    steps = group < all ? (all - 1 - group) / GROUPS + 1 : 0;
   }
 
   __device__ __forceinline__ int key(int step) const {
