@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   const u32 rows = shared_address(shared);
   const u32 factors = rows + ROOM - ASIDE + products * sizeof(Product<elem_t>);
   const Rows taken(rows, factors, m);
-  Sums sums_of(ring, sums, shared + ROOM, m);
+  Sums sums_of(ring, sums, m);
   Wanted wanted[Sums::EACH] = {};
   Largest best[Sums::EACH];
 
@@ -257,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
 
     // 4. The block's outputs: heads of q, k and v; added to the stream; up with its activation; logits,
     //    and the largest of them.
-    sums_of.product(work, reinterpret_cast<const elem_t*>(shared), k, halves, before,
+    sums_of.product(work, rows, k, halves, before,
                     [&](int i, int row, int column, float2 sum) {
                       float y = sum.x + static_cast<float>(wanted[i].x);
                       if (kind == QKV) {

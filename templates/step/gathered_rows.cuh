@@ -1,5 +1,5 @@
 // Rows that all blocks have parts of (step/exchange.cuh), gathered by a block into its shared memory
-// and there normalised, for a product to read (SharedRow in step/normed_rows.cuh).
+// and there normalised, for a product to read (step/tile_sums.cuh).
 //
 //   LayerNorm (CENTERED)   (x - mean) * rstd * weight + bias     rstd = 1 / sqrt(variance + eps)
 //   RMSNorm                 x * rstd * weight                    rstd = 1 / sqrt(mean of x^2 + eps)
@@ -12,7 +12,10 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/memory.cuh"
 #include "step/exchange.cuh"
-#include "step/normed_rows.cuh"
+#include "tile/reduce.cuh"
+#include "tile/vector.cuh"
+
+constexpr int GATHERED_GAP = 8;  // elements between rows: 16 bytes of eight rows meet all banks
 
 template <typename T, int WARPS, bool CENTERED, typename Meet>
 struct GatheredRows {
@@ -20,7 +23,7 @@ struct GatheredRows {
   static constexpr int AHEAD = 4, HELD = 4;             // accesses under way
   static constexpr int FULL_LOG2 = 10;                  // of the numbers of all threads
   static_assert(THREADS * SIZE == 1 << FULL_LOG2, "eight warps");
-  const u32 rows, factors;  // shared memory: [m][k + ROW_GAP]; of a norm weight [k], bias [k]
+  const u32 rows, factors;  // shared memory: [m][k + GATHERED_GAP]; of a norm weight [k], bias [k]
   const int m;
   int row, warps, first;  // of a thread's team; its first number
   int step, step_log2;    // from there to the next ones
@@ -106,7 +109,7 @@ struct GatheredRows {
   }
   // Of the thread's row, four numbers from column i on.
   __device__ __forceinline__ u32 own(int i, int k) const {
-    return rows + (row * (k + ROW_GAP) + i) * sizeof(T);
+    return rows + (row * (k + GATHERED_GAP) + i) * sizeof(T);
   }
   __device__ __forceinline__ void write(uint2 x, int i, int k) const {
     store_shared_pair(own(i, k), x.x, x.y);

@@ -13,6 +13,7 @@
 // the most, as waiting by parity wants it. With a stage of the ring that is not so: its last tile may be
 // another warp's, who has to have released it first.
 #pragma once
+#include "step/gathered_rows.cuh"
 #include "step/weight_ring.cuh"
 
 template <typename T, typename Ring, int WARPS, int MOST>
@@ -27,14 +28,12 @@ struct TileSums {
   };
   Ring& ring;
   Shared& shared;
-  const unsigned char* const stages;
   const int m;
   u32 half = 0, tile = 0;  // half stages and tiles before this product
   int expected = 0;        // the half stage whose tile's wants were asked for
 
-  __device__ __forceinline__ TileSums(Ring& ring, Shared& shared, const unsigned char* stages,
-                                      int m)
-      : ring(ring), shared(shared), stages(stages), m(m) {}
+  __device__ __forceinline__ TileSums(Ring& ring, Shared& shared, int m)
+      : ring(ring), shared(shared), m(m) {}
 
   static __device__ __forceinline__ void make_barriers(Shared& shared) {  // by one thread
     for (int i = 0; i < PLACES; ++i) {
@@ -81,14 +80,14 @@ struct TileSums {
     if (tile < WARPS && expected < work.all) work.each(tile, m, before);
   }
 
-  // rows: [m][k + ROW_GAP]. Of the outputs that this lane adds up, the j-th of a tile:
+  // rows: shared memory, [m][k + GATHERED_GAP]. Of the outputs that this lane adds up, the j-th of a tile:
   // before(j, row, column): what it will want, asked for while the tile is multiplied;
   // after(j, row, column, sum and with `halves` up's): what becomes of it.
   template <typename Before, typename After>
-  __device__ __forceinline__ void product(const Work& work, const T* rows, int k, bool halves,
+  __device__ __forceinline__ void product(const Work& work, u32 rows, int k, bool halves,
                                           const Before& before, const After& after) {
     const int lane = threadIdx.x % WARP_SIZE, parts = work.parts, warps = min(parts, WARPS);
-    const T* const x = lane / 4 < m ? rows + lane / 4 * (k + ROW_GAP) : nullptr;
+    const u32 x = rows + (min(lane % 8, m - 1) * (k + GATHERED_GAP) + lane / 8 * 8) * sizeof(T);
     float d[4] = {};
 #pragma unroll 1
     for (int i = work.first; i < work.all; i += WARPS) {
@@ -102,8 +101,10 @@ struct TileSums {
       mbarrier_wait(ring.empty + 8 * number, parity ^ 1);
       mbarrier_wait(ring.full + 8 * number, parity);
       const int columns = min(max(k - at, 0), COLUMNS);  // the second half may have none
-      Ring::multiply(d, stages + number * Ring::STAGE + part % 2 * COLUMNS * sizeof(T),
-                     x == nullptr ? nullptr : x + at, outputs, columns, halves);
+      Ring::multiply(d,
+                     ring.stages + number * Ring::STAGE + part % 2 * COLUMNS * sizeof(T) +
+                         Ring::lane_place(outputs, halves),
+                     x + at * sizeof(T), columns);
       __syncwarp();
       if (lane == 0) ring.release(number);
       if (part + WARPS < parts) continue;  // this warp has more of the same tile

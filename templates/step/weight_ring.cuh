@@ -8,7 +8,7 @@
 // A product [n, k] has its outputs shared out over the blocks, and a block takes its own by tiles of
 // 16 rows of the weight (halves: 8 of the gate and the same 8 of up), COLUMNS at a time:
 //
-//   stage   [16 rows][COLUMNS + a gap of 64 bytes]: rows 0 to 7 at eight lanes' 16 bytes meet all banks
+//   stage   [16 rows][COLUMNS + a gap of 16 bytes]: 16 bytes of eight rows meet all banks (ldmatrix)
 //   order   tile 0: columns 0 ... COLUMNS - 1, then the next ones up to k; tile 1; ...; next product
 //
 // Rows that a tile has not are not copied; the last one stands for them, and sums go nowhere. A row's
@@ -16,20 +16,19 @@
 // are asked for and not there yet: what is asked for beyond what memory needs to be busy stands in
 // its queues, and what the others read and write waits behind it.
 #pragma once
-#include "gemm/gemv_mma.cuh"
 #include "ptx/bulk.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
 #include "step/layers.cuh"
-#include "step/normed_rows.cuh"
 #include "tile/ring.cuh"
 
 template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, int FETCHERS>
 struct WeightRing {
-  static constexpr int ROWS = 16, SPAN = 32, SIZE = STAGES, COLUMNS_OF_STAGE = COLUMNS;
-  static constexpr int PITCH = COLUMNS * sizeof(T) + 64, STAGE = ROWS * PITCH;  // bytes
+  static constexpr int ROWS = 16, SPAN = 32, SIZE = STAGES, COLUMNS_OF_STAGE = COLUMNS, HALF = COLUMNS / 2;
+  static constexpr int PITCH = COLUMNS * sizeof(T) + 16, STAGE = ROWS * PITCH;  // bytes
   static constexpr int AHEAD = 14;  // stages that may come to L2 before they have room in the ring
   static constexpr int PAUSES = 2, PAUSE = 256;  // between two of these; nanoseconds
-  using Chunk = uint4;
-  static_assert(COLUMNS % (2 * SPAN) == 0, "rows 64 bytes apart, modulo all banks");
+  static_assert(HALF % SPAN == 0, "whole spans; eight rows meet all banks");
   static_assert(FLIGHT <= STAGES && ROWS % FETCHERS == 0, "stages under way; equal shares of rows");
   const u32 stages;                  // shared memory
   const u32 full, empty;             // mbarriers, 8 bytes each
@@ -80,28 +79,36 @@ struct WeightRing {
   // By one thread, for a warp that is done with the stage.
   __device__ __forceinline__ void release(int stage) const { mbarrier_arrive(empty + 8 * stage); }
 
-  // d += half of a stage's tile, from `stage` on, of so many outputs and columns, times up to eight rows
-  // of x. By one warp. x: the first column of the lane's row (lane / 4), null where there is no such row.
-  __device__ __forceinline__ static void multiply(float (&d)[4], const unsigned char* stage,
-                                                  const T* x, int outputs, int columns,
-                                                  bool halves) {
-    const int lane = threadIdx.x % WARP_SIZE, row = min(lane / 4, outputs - 1);
-    const int high = halves ? row + 8 : min(lane / 4 + 8, outputs - 1);
-    const Chunk* const low_row = reinterpret_cast<const Chunk*>(stage + row * PITCH) + lane % 4;
-    const Chunk* const high_row = reinterpret_cast<const Chunk*>(stage + high * PITCH) + lane % 4;
-    const Chunk* const x_row = reinterpret_cast<const Chunk*>(x) + lane % 4;
+  // Where a lane's addresses of A begin in a stage's tile of so many outputs (ptx/mma.cuh): rows that it
+  // has not are the last one's.
+  static __device__ __forceinline__ u32 lane_place(int outputs, bool halves) {
+    const int lane = threadIdx.x % WARP_SIZE, row = lane % ROWS, last = outputs - 1;
+    const int own = halves ? min(row % 8, last) + row / 8 * 8 : min(row, last);
+    return own * PITCH + lane / ROWS * 16;
+  }
+
+  // d += a tile of `columns` of a stage, times up to eight rows of x. By one warp. weights, x: the lane's
+  // addresses for ldmatrix, the latter of 32 columns of eight rows.
+  static __device__ __forceinline__ void multiply(float (&d)[4], u32 weights, u32 x, int columns) {
     float sums[3][4] = {};  // of four, none of which waits for another
     const auto span = [&](int i, float (&first)[4], float (&second)[4]) {
-      const uint4 low = low_row[i * 4], high = high_row[i * 4];
-      const uint4 own = x == nullptr ? make_uint4(0, 0, 0, 0) : x_row[i * 4];
-      mma_m16n8k16<T>(first, {low.x, high.x, low.y, high.y}, own.x, own.y);
-      mma_m16n8k16<T>(second, {low.z, high.z, low.w, high.w}, own.z, own.w);
+      u32 low[4], high[4], own[4];
+      ldmatrix_x4(low, weights + i * 2 * SPAN);
+      ldmatrix_x4(high, weights + i * 2 * SPAN + SPAN);
+      ldmatrix_x4(own, x + i * 2 * SPAN);
+      mma_m16n8k16<T>(first, low, own[0], own[1]);
+      mma_m16n8k16<T>(second, high, own[2], own[3]);
     };
-    const auto pair = [&](int i) { span(i, d, sums[0]), span(i + 1, sums[1], sums[2]); };
-    int i = 0;
-#pragma unroll 4
-    for (; i + 1 < columns / SPAN; i += 2) pair(i);
-    if (i < columns / SPAN) span(i, d, sums[0]);
+    if (columns == HALF) {
+#pragma unroll
+      for (int i = 0; i < HALF / SPAN; i += 2) {
+        span(i, d, sums[0]);
+        if (i + 1 < HALF / SPAN) span(i + 1, sums[1], sums[2]);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < columns / SPAN; ++i) span(i, d, sums[0]);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) d[i] += sums[0][i] + (sums[1][i] + sums[2][i]);
   }

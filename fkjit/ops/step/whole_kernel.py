@@ -19,15 +19,15 @@ from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
 ROWS = (1, 2, 4, 8)  # there is room for
 HEAD_DIMS, GROUPS = (64, 128, 16, 32), (4, 1, 2, 3, 6, 7, 8)
 WARPS = 8  # that compute
-ROW_GAP = 32  # elements between rows, as templates/step/normed_rows.cuh has it
+ROW_GAP = 8  # elements between rows, as templates/step/gathered_rows.cuh has it
 _PRODUCT = 48  # bytes of a Product of templates/step/layers.cuh
 LAYER_WORDS = 13  # of a layer in `layers`: LayerWeights of the kernel
 NONE = -1 << 62  # there, of what there is not
-_TILE_ROWS, _PITCH_GAP = 16, 64  # rows of a weight in a stage; bytes between them
+_TILE_ROWS, _PITCH_GAP = 16, 16  # rows of a weight in a stage; bytes between them
 _PLACES = 8  # of tiles whose sums wait to be added up
 _BLOCK_BYTES = 226 << 10  # of shared memory, 1 KB for barriers left out
 # Columns of a stage, stages, of which under way, warps that fetch.
-RINGS = ((512, 11, 3, 2), (512, 9, 3, 2), (512, 8, 3, 2), (64, 9, 2, 2))
+RINGS = ((512, 12, 3, 2), (512, 11, 3, 2), (512, 9, 3, 2), (512, 8, 3, 2), (64, 9, 2, 2))
 _ROOMS = (25, 8, 12, 16, 28, 42, 56, 74, 88, 140)  # KB for rows, and what is beside them
 _ASIDE = (8, 1, 2, 4, 6, 12, 20)  # KB of that beside the rows
 
