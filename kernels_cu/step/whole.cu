@@ -38,6 +38,7 @@ using elem_t = ${dtype};
 using Activation = ${activation};
 constexpr bool CENTERED = ${centered};  // LayerNorm
 constexpr bool ROPE = ${rope}, GATE = ${gate};
+constexpr bool CODES = ${codes};  // weights of layers' products are of int4
 constexpr int D = ${head_dim}, GROUP = ${group};  // query heads of a key head
 constexpr int MOST = ${most};                     // rows there is room for
 constexpr int WARPS = ${warps}, FETCHERS = ${fetchers};
@@ -51,7 +52,7 @@ constexpr int THREADS = 32 * WARPS;  // that compute
 struct Meet {
   __device__ __forceinline__ void operator()() const { named_barrier_wait_aligned<THREADS>(1); }
 };
-using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS>;
+using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS, CODES>;
 using Rows = GatheredRows<elem_t, WARPS, CENTERED, Meet>;
 using Heads = DecodeHeads<elem_t, D, GROUP, WARPS, ROPE>;
 static_assert(MOST <= 8, "columns of a product of tensor cores");
@@ -174,14 +175,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   };
   for (int p = threadIdx.x; p < products; p += blockDim.x) {
     const int kind = p == products - 1 ? HEAD : p % 4;
-    Product<elem_t> made = {head, nullptr, norm_weight, norm_bias};
+    Product<elem_t> made = {head, nullptr, norm_weight, norm_bias, nullptr};
     if (kind != HEAD) made = product_of(weights, table_of_layers[p / 4], kind);
     share_out(made,
               kind == QKV    ? heads
               : kind == UP   ? model.mlp
               : kind == HEAD ? model.vocabulary
                              : hidden,
-              ceil_div(inputs_of(kind), COLUMNS), p);
+              ceil_div(inputs_of(kind), Ring::columns_of(made.scales != nullptr)), p);
     list[p] = made;
   }
   if (attends) {
@@ -196,7 +197,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     for (int p = 0; p < products; ++p) {
       const Product<elem_t> next = list[p];
       const int kind = p == products - 1 ? HEAD : p % 4;
-      const bool halves = GATE && kind == UP;
       if (threadIdx.x < THREADS + 32) {
         prefetch_small(next.norm, hidden), prefetch_small(next.norm_bias, hidden);
         prefetch_small(next.bias, kind == QKV  ? heads
@@ -205,15 +205,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
         if (kind == OUT && attends)
           Heads::prefetch(state, heads_of(p / 4), DecodeSpan(item, splits, next.window));
       }
-      ring.fetch(next.weight, next.begin, next.begin + next.outputs, model.mlp, inputs_of(kind),
-                 halves, next.inverse);
+      ring.fetch(next, model.mlp, inputs_of(kind), GATE && kind == UP);
     }
     return;
   }
 
   const Meet meet;
   const u32 rows = shared_address(shared);
-  const u32 factors = rows + ROOM - ASIDE + products * sizeof(Product<elem_t>);
+  const u32 factors = rows + ROOM - ASIDE + round_up<int>(products * sizeof(Product<elem_t>), 16);
   const Rows taken(rows, factors, m);
   Sums sums_of(ring, sums, m);
   Wanted wanted[Sums::EACH] = {};

@@ -1,9 +1,9 @@
 // The compute warps' way through a product whose weight comes by a ring (step/weight_ring.cuh). A tile's
-// columns are several half stages, each multiplied by another warp, up to WARPS of them, which leave
-// their sums in shared memory. The warp that has the tile's last columns adds them up, in the order of the
-// columns, and does what is to be done with outputs:
+// columns are several parts, two of a stage (of codes: eight), each multiplied by another warp, up to
+// WARPS of them, which leave their sums in shared memory. The warp that has the tile's last columns adds
+// them up, in the order of the columns, and does what is to be done with outputs:
 //
-//   half a stage     0    1    2    3  |  4    5    6    7  |  8 ...
+//   part             0    1    2    3  |  4    5    6    7  |  8 ...
 //   warp             0    1    2    3  |  4    5    6    7  |  0 ...         (here: of eight warps)
 //   tile, columns  0, a  0, b  0, c  0, d | 1, a  1, b ...
 //   adds up                          *                   *
@@ -18,7 +18,7 @@
 
 template <typename T, typename Ring, int WARPS, int MOST>
 struct TileSums {
-  static constexpr int TILE = Ring::ROWS, PLACES = WARPS, COLUMNS = Ring::COLUMNS_OF_STAGE / 2;
+  static constexpr int TILE = Ring::ROWS, PLACES = WARPS, COLUMNS = Ring::PART;
   static_assert(Ring::SIZE >= WARPS,
                 "what was asked for WARPS stages ago is not in the same place");
   static constexpr int EACH = ceil_div(TILE * MOST, WARP_SIZE);  // outputs of a lane
@@ -29,8 +29,8 @@ struct TileSums {
   Ring& ring;
   Shared& shared;
   const int m;
-  u32 half = 0, tile = 0;  // half stages and tiles before this product
-  int expected = 0;        // the half stage whose tile's wants were asked for
+  u32 parts_before = 0, stages = 0, tile = 0;  // of this product
+  int expected = 0;                            // the part whose tile's wants were asked for
 
   __device__ __forceinline__ TileSums(Ring& ring, Shared& shared, int m)
       : ring(ring), shared(shared), m(m) {}
@@ -45,17 +45,21 @@ struct TileSums {
   // What this warp does of a product. halves: rows of a tile are 8 outputs' gates and their ups.
   struct Work {
     int begin, outputs, log2;  // log2 of a tile's outputs
-    int parts, all, first;     // half stages of a tile, of all; the warp's first one
+    bool coded;
+    int of_stage;           // log2 of its parts
+    int parts, all, first;  // of a tile, of all; the warp's first one
     u32 inverse;
     __device__ __forceinline__ Work(const TileSums& sums, const Product<T>& product, int k,
                                     bool halves)
         : begin(product.begin),
           outputs(product.outputs),
           log2(halves ? 3 : 4),
-          parts(2 * ceil_div(k, Ring::COLUMNS_OF_STAGE)),
+          coded(product.scales != nullptr),
+          of_stage(Ring::parts_log2(coded)),
+          parts(ceil_div(k, Ring::columns_of(coded)) << of_stage),
           inverse(product.inverse) {
       all = ((outputs + (1 << log2) - 1) >> log2) * parts;
-      first = (threadIdx.x / WARP_SIZE - sums.half) % WARPS;
+      first = (threadIdx.x / WARP_SIZE - sums.parts_before) % WARPS;
     }
     // act(j, row, output) of those of a tile that this lane adds up.
     template <typename Act>
@@ -87,26 +91,24 @@ struct TileSums {
   __device__ __forceinline__ void product(const Work& work, u32 rows, int k, bool halves,
                                           const Before& before, const After& after) {
     const int lane = threadIdx.x % WARP_SIZE, parts = work.parts, warps = min(parts, WARPS);
-    const u32 x = rows + (min(lane % 8, m - 1) * (k + GATHERED_GAP) + lane / 8 * 8) * sizeof(T);
+    const u32 row = rows + min(work.coded ? lane / 4 : lane % 8, m - 1) * (k + GATHERED_GAP) * sizeof(T);
     float d[4] = {};
 #pragma unroll 1
     for (int i = work.first; i < work.all; i += WARPS) {
-      const int own = Quotient::of(i / 2, work.inverse), part = i - own * parts,
+      const int own = Quotient::of(i >> work.of_stage, work.inverse), part = i - own * parts,
                 at = part * COLUMNS;
       const int outputs = min(1 << work.log2, work.outputs - (own << work.log2));
       const bool last = part == parts - 1;
       if (last && i != expected) work.each(own, m, before);
-      const u32 turn = (half + i) / 2;
+      const u32 turn = stages + (i >> work.of_stage);
       const int number = turn % Ring::SIZE, parity = turn / Ring::SIZE % 2;
       mbarrier_wait(ring.empty + 8 * number, parity ^ 1);
       mbarrier_wait(ring.full + 8 * number, parity);
-      const int columns = min(max(k - at, 0), COLUMNS);  // the second half may have none
-      Ring::multiply(d,
-                     ring.stages + number * Ring::STAGE + part % 2 * COLUMNS * sizeof(T) +
-                         Ring::lane_place(outputs, halves),
-                     x + at * sizeof(T), columns);
+      const int columns = min(max(k - at, 0), COLUMNS);  // the last parts may have none
+      const int place = part & ((1 << work.of_stage) - 1);
+      ring.multiply(d, number, place, outputs, halves, work.coded, row + at * sizeof(T), columns);
       __syncwarp();
-      if (lane == 0) ring.release(number);
+      if (lane == 0) ring.release(number, work.coded);
       if (part + WARPS < parts) continue;  // this warp has more of the same tile
       leave(d, tile + own, part % WARPS, part == parts - warps ? WARPS - warps + 1 : 1);
       if (last) {
@@ -130,7 +132,8 @@ struct TileSums {
         if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[slot]));
       }
     }
-    half += work.all, tile += Quotient::of(work.all / 2, work.inverse);
+    const int all = work.all >> work.of_stage;
+    parts_before += work.all, stages += all, tile += Quotient::of(all, work.inverse);
   }
 
  private:

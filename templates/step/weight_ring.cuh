@@ -11,6 +11,9 @@
 //   stage   [16 rows][COLUMNS + a gap of 16 bytes]: 16 bytes of eight rows meet all banks (ldmatrix)
 //   order   tile 0: columns 0 ... COLUMNS - 1, then the next ones up to k; tile 1; ...; next product
 //
+// Of a weight of int4 codes a stage has four times as many columns, behind each row its scales, one of
+// 128 codes; eight warps multiply it (step/coded_part.cuh).
+//
 // Rows that a tile has not are not copied; the last one stands for them, and sums go nowhere. A row's
 // piece is one bulk copy, and a warp starts one after the other, so FETCHERS warps share the rows. No more than FLIGHT stages
 // are asked for and not there yet: what is asked for beyond what memory needs to be busy stands in
@@ -19,16 +22,25 @@
 #include "ptx/bulk.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
+#include "step/coded_part.cuh"
 #include "step/layers.cuh"
 #include "tile/ring.cuh"
 
-template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, int FETCHERS>
+template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, int FETCHERS, bool CODES>
 struct WeightRing {
-  static constexpr int ROWS = 16, SPAN = 32, SIZE = STAGES, COLUMNS_OF_STAGE = COLUMNS, HALF = COLUMNS / 2;
-  static constexpr int PITCH = COLUMNS * sizeof(T) + 16, STAGE = ROWS * PITCH;  // bytes
+  static constexpr int ROWS = 16, SPAN = 32, SIZE = STAGES;
+  static constexpr int PART = COLUMNS / 2;                // columns that a warp multiplies at a time
+  static constexpr int BYTES = COLUMNS * sizeof(T);       // of a row in a stage
+  static constexpr int PITCH = BYTES + 16;                // of numbers
+  static constexpr int CODED = 4 * COLUMNS;               // columns of a stage of codes
+  static constexpr int SCALES = CODED / 128 * sizeof(T);  // bytes of a row's scales there
+  static constexpr int CODED_PITCH = BYTES + 64;
+  static constexpr int STAGE = ROWS * (CODES ? CODED_PITCH : PITCH);
+  static constexpr int SHARES = CODES ? 8 : 2;  // in which a stage is released
   static constexpr int AHEAD = 14;  // stages that may come to L2 before they have room in the ring
   static constexpr int PAUSES = 2, PAUSE = 256;  // between two of these; nanoseconds
-  static_assert(HALF % SPAN == 0, "whole spans; eight rows meet all banks");
+  static_assert(PART % SPAN == 0, "whole spans; eight rows meet all banks");
+  static_assert(!CODES || (PART % 128 == 0 && SCALES % 16 == 0 && SCALES < 64), "whole groups");
   static_assert(FLIGHT <= STAGES && ROWS % FETCHERS == 0, "stages under way; equal shares of rows");
   const u32 stages;                  // shared memory
   const u32 full, empty;             // mbarriers, 8 bytes each
@@ -41,24 +53,30 @@ struct WeightRing {
   __device__ __forceinline__ void make_barriers() const {  // by one thread
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(full + 8 * i, FETCHERS);
-      mbarrier_init(empty + 8 * i, 2);
+      mbarrier_init(empty + 8 * i, SHARES);
     }
     mbarrier_init_fence();
   }
 
-  // Rows begin to end - 1 of a weight [n, k], or with `halves` of both parts of one of [2 n, k].
-  // inverse: of the stages of a tile. By the warps that fetch.
-  __device__ __forceinline__ void fetch(const T* weight, int begin, int end, int n, int k,
-                                        bool halves, u32 inverse) {
+  // Of a product: log2 of the parts in a stage, and its columns.
+  static __device__ __forceinline__ int parts_log2(bool coded) { return CODES && coded ? 3 : 1; }
+  static __device__ __forceinline__ int columns_of(bool coded) {
+    return CODES && coded ? CODED : COLUMNS;
+  }
+
+  // A block's rows of a weight [n, k], or with `halves` of both parts of one of [2 n, k]. By the warps
+  // that fetch.
+  __device__ __forceinline__ void fetch(const Product<T>& product, int n, int k, bool halves) {
     const int lane = threadIdx.x % WARP_SIZE, log2 = halves ? 3 : 4;
-    const int parts = ceil_div(k, COLUMNS), all = ((end - begin + (1 << log2) - 1) >> log2) * parts;
+    const int parts = ceil_div(k, columns_of(product.scales != nullptr));
+    const int all = ((product.outputs + (1 << log2) - 1) >> log2) * parts;
     int ahead = 0;  // stages that were asked to come to L2
 #pragma unroll 1
     for (int i = 0; i < all; ++i) {
-      const Piece piece(weight, begin, end, n, k, log2, i, inverse, parts);
+      const Piece piece(product, n, k, log2, i, parts);
       ahead = max(ahead, i);
       const auto ask = [&](int stage) {
-        const Piece next(weight, begin, end, n, k, log2, stage, inverse, parts);
+        const Piece next(product, n, k, log2, stage, parts);
         if (next.has) bulk_prefetch(next.source, next.bytes);
       };
       wait_for_place(empty + 8 * place.stage, place.parity ^ 1, ahead, min(i + AHEAD, all), ask);
@@ -68,28 +86,52 @@ struct WeightRing {
       }
       const u32 barrier = full + 8 * place.stage;
       const int rows = __popc(__ballot_sync(FULL_MASK, piece.has));
-      if (lane == 0) mbarrier_expect(barrier, piece.bytes * rows);
+      if (lane == 0) mbarrier_expect(barrier, (piece.bytes + piece.scale_bytes) * rows);
       __syncwarp();
-      const u32 target = stages + place.stage * STAGE + piece.own * PITCH;
+      const bool coded = CODES && product.scales != nullptr;
+      const u32 target = stages + place.stage * STAGE + piece.own * (coded ? CODED_PITCH : PITCH);
       if (piece.has) bulk_load(target, piece.source, piece.bytes, barrier);
+      if (coded && piece.has) bulk_load(target + BYTES, piece.scales, piece.scale_bytes, barrier);
       place.advance();
     }
   }
 
-  // By one thread, for a warp that is done with the stage.
-  __device__ __forceinline__ void release(int stage) const { mbarrier_arrive(empty + 8 * stage); }
-
-  // Where a lane's addresses of A begin in a stage's tile of so many outputs (ptx/mma.cuh): rows that it
-  // has not are the last one's.
-  static __device__ __forceinline__ u32 lane_place(int outputs, bool halves) {
-    const int lane = threadIdx.x % WARP_SIZE, row = lane % ROWS, last = outputs - 1;
-    const int own = halves ? min(row % 8, last) + row / 8 * 8 : min(row, last);
-    return own * PITCH + lane / ROWS * 16;
+  // By one thread, for a warp that is done with its part of the stage.
+  __device__ __forceinline__ void release(int stage, bool coded) const {
+    if (!CODES || coded)
+      mbarrier_arrive(empty + 8 * stage);
+    else
+      mbarrier_arrive_times(empty + 8 * stage, SHARES / 2);
   }
 
-  // d += a tile of `columns` of a stage, times up to eight rows of x. By one warp. weights, x: the lane's
-  // addresses for ldmatrix, the latter of 32 columns of eight rows.
-  static __device__ __forceinline__ void multiply(float (&d)[4], u32 weights, u32 x, int columns) {
+  // d += part `place` of a stage, of so many outputs and columns, times up to eight rows of x. By one
+  // warp. x: where the columns begin in the lane's row: of numbers lane % 8's, of codes lane / 4's.
+  __device__ __forceinline__ void multiply(float (&d)[4], int stage, int place, int outputs,
+                                           bool halves, bool coded, u32 x, int columns) const {
+    const int lane = threadIdx.x % WARP_SIZE, last = outputs - 1;
+    const u32 tile = stages + stage * STAGE;
+    const auto row = [&](int i) {  // rows that the tile has not are the last one's
+      return halves ? min(i % 8, last) + i / 8 * 8 : min(i, last);
+    };
+    if constexpr (CODES) {
+      if (coded) {
+        const u32 low = tile + row(lane / 4) * CODED_PITCH,
+                  high = tile + row(lane / 4 + 8) * CODED_PITCH;
+        const u32 codes = place * PART / 2 + lane % 4 * 16, scales = BYTES + place * PART / 64;
+        const CodedPart<T> part = {low + codes,   high + codes,          low + scales,
+                                   high + scales, x + lane % 4 * 64, lane % 4 >= 2};
+        part.multiply(d, columns);
+        return;
+      }
+    }
+    multiply_numbers(d, tile + place * PART * sizeof(T) + row(lane % ROWS) * PITCH + lane / ROWS * 16,
+                     x + lane / 8 * 16, columns);
+  }
+
+ private:
+  // weights, x: the lane's addresses for ldmatrix, the latter of 32 columns of eight rows.
+  static __device__ __forceinline__ void multiply_numbers(float (&d)[4], u32 weights, u32 x,
+                                                          int columns) {
     float sums[3][4] = {};  // of four, none of which waits for another
     const auto span = [&](int i, float (&first)[4], float (&second)[4]) {
       u32 low[4], high[4], own[4];
@@ -99,11 +141,11 @@ struct WeightRing {
       mma_m16n8k16<T>(first, low, own[0], own[1]);
       mma_m16n8k16<T>(second, high, own[2], own[3]);
     };
-    if (columns == HALF) {
+    if (columns == PART) {
 #pragma unroll
-      for (int i = 0; i < HALF / SPAN; i += 2) {
+      for (int i = 0; i < PART / SPAN; i += 2) {
         span(i, d, sums[0]);
-        if (i + 1 < HALF / SPAN) span(i + 1, sums[1], sums[2]);
+        if (i + 1 < PART / SPAN) span(i + 1, sums[1], sums[2]);
       }
     } else {
 #pragma unroll 1
@@ -113,22 +155,29 @@ struct WeightRing {
     for (int i = 0; i < 4; ++i) d[i] += sums[0][i] + (sums[1][i] + sums[2][i]);
   }
 
- private:
   // What this lane copies of a product's i-th stage.
   struct Piece {
     int own;  // row of a tile
     bool has;
-    int bytes;
-    const T* source;
-    __device__ __forceinline__ Piece(const T* weight, int begin, int end, int n, int k, int log2,
-                                     int i, u32 inverse, int parts) {
+    int bytes, scale_bytes = 0;
+    const void *source, *scales = nullptr;
+    __device__ __forceinline__ Piece(const Product<T>& product, int n, int k, int log2, int i,
+                                     int parts) {
       const int lane = threadIdx.x % WARP_SIZE, fetcher = threadIdx.x / WARP_SIZE - WARPS;
-      const int tile = Quotient::of(i, inverse), at = (i - tile * parts) * COLUMNS;
+      const bool coded = CODES && product.scales != nullptr;
+      const int tile = Quotient::of(i, product.inverse), at = (i - tile * parts) * columns_of(coded);
       own = lane * FETCHERS + fetcher;
-      const int output = begin + (tile << log2) + (own & ((1 << log2) - 1));
-      has = own < ROWS && output < end, bytes = min(COLUMNS, k - at) * static_cast<int>(sizeof(T));
-      const int row = output + (own >> log2 ? n : 0);
-      source = weight + static_cast<i64>(has ? row : 0) * k + at;
+      const int output = (tile << log2) + (own & ((1 << log2) - 1));
+      has = own < ROWS && output < product.outputs;
+      const int columns = min(columns_of(coded), k - at);
+      const i64 row = has ? product.begin + output + (own >> log2 ? n : 0) : 0;
+      const i64 first = row * k + at;
+      bytes = coded ? columns / 2 : columns * static_cast<int>(sizeof(T));
+      source = product.weight + (coded ? first / 4 : first);  // a T is as large as four codes
+      if (!coded) return;
+      const int groups = ceil_div(k, 1024) * 8;  // of a row, with what fills it
+      scale_bytes = ceil_div(columns, 1024) * 16;
+      scales = product.scales + row * groups + at / 128;
     }
   };
 
