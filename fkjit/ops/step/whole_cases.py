@@ -29,11 +29,11 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """Of a window, biases, one sequence and several, one of which is none."""
     dim, group = params["head_dim"], params["group"]
     full = scale == "full"
-    blocks = 132 if full else 8 if params["codes"] else 4
+    blocks = 132 if full else 4
     heads_kv = max(2, -(-blocks // (group * dim)))  # every block has outputs of each product
+    if params["codes"]:
+        heads_kv = max(1, _GROUP // (group * dim))
     hidden, mlp = (256, 1024) if full else (128, 256) if params["codes"] else (64, 96)
-    if params["codes"] and heads_kv * group * dim % _GROUP:
-        heads_kv = _GROUP // (group * dim)
     said = {name: params[name] for name in ("dtype", "norm", "rope", "activation", "gate", "codes")}
     found = []
     for m, window, biased in ((1, 5, True), (params["most"], 0, False)):

@@ -148,7 +148,7 @@ _AHEAD = tuple(
     for said in (
         (*_LLAMA, 1, 25, 8, RINGS[0]), (*_GPT2, 1, 16, 6, RINGS[0]),
         ("fp16", "rms", True, "silu", True, False, 16, 2, 2, 12, 1, RINGS[-1]),
-        ("bf16", "rms", True, "silu", True, True, 16, 2, 2, 12, 1, RINGS[-2]),
+        ("bf16", "rms", True, "silu", True, True, 32, 4, 2, 16, 1, RINGS[-2]),
     )
 )  # fmt: skip
 FIELDS: dict[str, Any] = {
