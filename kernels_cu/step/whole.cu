@@ -193,9 +193,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
 
   // The warps that fetch.
   if (threadIdx.x >= THREADS) {
+    const auto source_of = [&](int p) {
+      const int kind = p == products - 1 ? HEAD : p % 4;
+      return typename Ring::Source(list[p], model.mlp, inputs_of(kind), GATE && kind == UP);
+    };
 #pragma unroll 1
     for (int p = 0; p < products; ++p) {
-      const Product<elem_t> next = list[p];
+      const Product<elem_t>& next = list[p];
       const int kind = p == products - 1 ? HEAD : p % 4;
       if (threadIdx.x < THREADS + 32) {
         prefetch_small(next.norm, hidden), prefetch_small(next.norm_bias, hidden);
@@ -205,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
         if (kind == OUT && attends)
           Heads::prefetch(state, heads_of(p / 4), DecodeSpan(item, splits, next.window));
       }
-      ring.fetch(next, model.mlp, inputs_of(kind), GATE && kind == UP);
+      ring.fetch(p, products, source_of);
     }
     return;
   }

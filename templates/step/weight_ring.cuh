@@ -46,6 +46,8 @@ struct WeightRing {
   const u32 full, empty;             // mbarriers, 8 bytes each
   RingPlace<STAGES> place, landing;  // the next stage; the first one that may be under way
   int asked = 0;
+  // Stages that were asked to come to L2, from the next one of the ring on, and the one behind them.
+  int lead = 0, next_product = 0, next_stage = 0;
 
   __device__ __forceinline__ WeightRing(u32 stages, u32 barriers)
       : stages(stages), full(barriers), empty(barriers + 8 * STAGES) {}
@@ -64,22 +66,42 @@ struct WeightRing {
     return CODES && coded ? CODED : COLUMNS;
   }
 
-  // A block's rows of a weight [n, k], or with `halves` of both parts of one of [2 n, k]. By the warps
-  // that fetch.
-  __device__ __forceinline__ void fetch(const Product<T>& product, int n, int k, bool halves) {
-    const int lane = threadIdx.x % WARP_SIZE, log2 = halves ? 3 : 4;
-    const int parts = ceil_div(k, columns_of(product.scales != nullptr));
-    const int all = ((product.outputs + (1 << log2) - 1) >> log2) * parts;
-    int ahead = 0;  // stages that were asked to come to L2
+  // A block's rows of a weight [n, k], or with `halves` of both parts of one of [2 n, k].
+  struct Source {
+    const Product<T>* product;
+    int n, k, log2, parts, all;  // log2 of a tile's outputs; stages of a tile, of all
+    bool coded;
+
+    __device__ __forceinline__ Source(const Product<T>& product, int n, int k, bool halves)
+        : product(&product),
+          n(n),
+          k(k),
+          log2(halves ? 3 : 4),
+          coded(CODES && product.scales != nullptr) {
+      parts = ceil_div(k, columns_of(coded));
+      all = ((product.outputs + (1 << log2) - 1) >> log2) * parts;
+    }
+  };
+
+  // The p-th of so many products, all of which are fetched one after the other. source_of(p): its
+  // Source. By the warps that fetch.
+  template <typename SourceOf>
+  __device__ __forceinline__ void fetch(int p, int products, const SourceOf& source_of) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    const Source source = source_of(p);
 #pragma unroll 1
-    for (int i = 0; i < all; ++i) {
-      const Piece piece(product, n, k, log2, i, parts);
-      ahead = max(ahead, i);
-      const auto ask = [&](int stage) {
-        const Piece next(product, n, k, log2, stage, parts);
-        if (next.has) bulk_prefetch(next.source, next.bytes);
-      };
-      wait_for_place(empty + 8 * place.stage, place.parity ^ 1, ahead, min(i + AHEAD, all), ask);
+    for (int i = 0; i < source.all; ++i) {
+      const Piece piece(source, i);
+      if (lead == 0) next_product = p, next_stage = i;
+      wait_for_place(empty + 8 * place.stage, place.parity ^ 1, [&] {
+        if (next_product == products) return false;
+        const Source next = source_of(next_product);
+        Piece(next, next_stage).prefetch();
+        ++lead;
+        if (++next_stage == next.all) next_stage = 0, ++next_product;
+        return lead < AHEAD;
+      });
+      lead = max(lead - 1, 0);
       if (FLIGHT < STAGES && asked++ >= FLIGHT) {
         mbarrier_wait(full + 8 * landing.stage, landing.parity);
         landing.advance();
@@ -88,10 +110,11 @@ struct WeightRing {
       const int rows = __popc(__ballot_sync(FULL_MASK, piece.has));
       if (lane == 0) mbarrier_expect(barrier, (piece.bytes + piece.scale_bytes) * rows);
       __syncwarp();
-      const bool coded = CODES && product.scales != nullptr;
-      const u32 target = stages + place.stage * STAGE + piece.own * (coded ? CODED_PITCH : PITCH);
+      const u32 target =
+          stages + place.stage * STAGE + piece.own * (source.coded ? CODED_PITCH : PITCH);
       if (piece.has) bulk_load(target, piece.source, piece.bytes, barrier);
-      if (coded && piece.has) bulk_load(target + BYTES, piece.scales, piece.scale_bytes, barrier);
+      if (source.coded && piece.has)
+        bulk_load(target + BYTES, piece.scales, piece.scale_bytes, barrier);
       place.advance();
     }
   }
@@ -161,36 +184,41 @@ struct WeightRing {
     bool has;
     int bytes, scale_bytes = 0;
     const void *source, *scales = nullptr;
-    __device__ __forceinline__ Piece(const Product<T>& product, int n, int k, int log2, int i,
-                                     int parts) {
+    __device__ __forceinline__ Piece(const Source& of, int i) {
+      const Product<T>& product = *of.product;
       const int lane = threadIdx.x % WARP_SIZE, fetcher = threadIdx.x / WARP_SIZE - WARPS;
-      const bool coded = CODES && product.scales != nullptr;
-      const int tile = Quotient::of(i, product.inverse), at = (i - tile * parts) * columns_of(coded);
+      const int tile = Quotient::of(i, product.inverse),
+                at = (i - tile * of.parts) * columns_of(of.coded);
       own = lane * FETCHERS + fetcher;
-      const int output = (tile << log2) + (own & ((1 << log2) - 1));
+      const int output = (tile << of.log2) + (own & ((1 << of.log2) - 1));
       has = own < ROWS && output < product.outputs;
-      const int columns = min(columns_of(coded), k - at);
-      const i64 row = has ? product.begin + output + (own >> log2 ? n : 0) : 0;
-      const i64 first = row * k + at;
-      bytes = coded ? columns / 2 : columns * static_cast<int>(sizeof(T));
-      source = product.weight + (coded ? first / 4 : first);  // a T is as large as four codes
-      if (!coded) return;
-      const int groups = ceil_div(k, 1024) * 8;  // of a row, with what fills it
+      const int columns = min(columns_of(of.coded), of.k - at);
+      const i64 row = has ? product.begin + output + (own >> of.log2 ? of.n : 0) : 0;
+      const i64 first = row * of.k + at;
+      bytes = of.coded ? columns / 2 : columns * static_cast<int>(sizeof(T));
+      source = product.weight + (of.coded ? first / 4 : first);  // a T is as large as four codes
+      if (!of.coded) return;
+      const int groups = ceil_div(of.k, 1024) * 8;  // of a row, with what fills it
       scale_bytes = ceil_div(columns, 1024) * 16;
       scales = product.scales + row * groups + at / 128;
+    }
+    __device__ __forceinline__ void prefetch() const {
+      if (!has) return;
+      bulk_prefetch(source, bytes);
+      if (scale_bytes > 0) bulk_prefetch(scales, scale_bytes);
     }
   };
 
   // While there is no room in the ring memory has nothing to do, since the others wait for one another's
-  // numbers: what comes behind is asked to come to L2, from stage `ahead` on, slowly, so that what the
-  // others read and write does not stand behind it.
+  // numbers: what comes behind is asked to come to L2, stage by stage, slowly, so that what the others
+  // read and write does not stand behind it. ask(): the next stage; whether there is another one.
   template <typename Ask>
-  static __device__ __forceinline__ void wait_for_place(u32 barrier, int parity, int& ahead,
-                                                        int end, const Ask& ask) {
+  static __device__ __forceinline__ void wait_for_place(u32 barrier, int parity, const Ask& ask) {
     if (__all_sync(FULL_MASK, mbarrier_test(barrier, parity))) return;
+    bool more = true;
 #pragma unroll 1
-    while (ahead < end) {
-      ask(ahead++);
+    while (more) {
+      more = ask();
 #pragma unroll 1
       for (int i = 0; i < PAUSES; ++i) {
         if (__all_sync(FULL_MASK, mbarrier_test(barrier, parity))) return;
