@@ -72,9 +72,19 @@ struct DecodeModel {
 
 // What passes from phase to phase: words with tags.
 struct Between {
-  u64 *qkv, *partials;
-  u32 *stream, *attended, *inner;
-  u32* largest;  // without tags
+  u32* const exchange;
+  const DecodeModel& model;
+  __device__ __forceinline__ u64* qkv() const { return pairs(model.qkv); }
+  __device__ __forceinline__ u64* partials() const { return pairs(model.partials); }
+  __device__ __forceinline__ u32* stream() const { return exchange + model.stream; }
+  __device__ __forceinline__ u32* attended() const { return exchange + model.attended; }
+  __device__ __forceinline__ u32* inner() const { return exchange + model.inner; }
+  __device__ __forceinline__ u32* largest() const { return exchange + model.largest; }  // without tags
+
+ private:
+  __device__ __forceinline__ u64* pairs(int first) const {
+    return reinterpret_cast<u64*>(exchange + first);
+  }
 };
 
 using Sums = TileSums<elem_t, Ring, WARPS, MOST>;
@@ -152,18 +162,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       model.splits,        model.scale};
   const int splits = model.splits, items = m * model.heads_kv * splits;
   const u32 launches = load_word(exchange);
-  const Between at = {reinterpret_cast<u64*>(exchange + model.qkv),
-                      reinterpret_cast<u64*>(exchange + model.partials),
-                      exchange + model.stream,
-                      exchange + model.attended,
-                      exchange + model.inner,
-                      exchange + model.largest};
+  const Between at = {exchange, model};
   const u32 first_tag = launches * model.layers + 1,
             first_stream = launches * (2 * model.layers + 1) + 1;
   const bool attends = blockIdx.x < items;
   const auto heads_of = [&](int n) {
     elem_t* const own = pages + 2 * n * model.plane;
-    return DecodeLayer<elem_t>{at.qkv,        at.attended, at.partials,
+    return DecodeLayer<elem_t>{at.qkv(),        at.attended(), at.partials(),
                                first_tag + n, own,         own + model.plane};
   };
 
@@ -223,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   Largest best[Sums::EACH];
 
   // 1. Embedding.
-  embed(at.stream, first_stream, tokens, positions, embedding, position_embedding, m, hidden);
+  embed(at.stream(), first_stream, tokens, positions, embedding, position_embedding, m, hidden);
 
 #pragma unroll 1
   for (int p = 0; p < products; ++p) {
@@ -245,16 +250,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       wanted[i].x = bias_at(bias, column);
       if (halves) wanted[i].y = bias_at(bias, model.mlp + column);
       if (kind == OUT || kind == DOWN)
-        wanted[i].word = load_word(at.stream + row * hidden + column);
+        wanted[i].word = load_word(at.stream() + row * hidden + column);
     };
 
     // 3. Rows, normalised or as they are.
     sums_of.expect(work, before);
     if (own.norm != nullptr) {
       taken.load_factors(own.norm, own.norm_bias, hidden);
-      taken.normalise(at.stream, hidden, stream_tag, model.eps);
+      taken.normalise(at.stream(), hidden, stream_tag, model.eps);
     } else {
-      taken.gather(kind == OUT ? at.attended : at.inner, k, tag);
+      taken.gather(kind == OUT ? at.attended() : at.inner(), k, tag);
     }
     meet();
 
@@ -264,18 +269,18 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
                     [&](int i, int row, int column, float2 sum) {
                       float y = sum.x + static_cast<float>(wanted[i].x);
                       if (kind == QKV) {
-                        store_word(at.qkv + row * heads + column, tagged(y, tag));
+                        store_word(at.qkv() + row * heads + column, tagged(y, tag));
                       } else if (kind == UP) {
                         y = Activation::value(y);
                         if (GATE) y *= sum.y + static_cast<float>(wanted[i].y);
-                        store_word(at.inner + row * model.mlp + column,
+                        store_word(at.inner() + row * model.mlp + column,
                                    tagged(static_cast<elem_t>(y), tag));
                       } else if (kind == HEAD) {
                         logits[row * static_cast<i64>(model.logits_stride) + column] = sum.x;
                         best[i].see(sum.x, column);
                       } else {
                         y += static_cast<float>(number<elem_t>(wanted[i].word));
-                        store_word(at.stream + row * hidden + column,
+                        store_word(at.stream() + row * hidden + column,
                                    tagged(static_cast<elem_t>(y), stream_tag + 1));
                       }
                     });
@@ -289,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   for (int i = 0; i < Sums::EACH; ++i) {
     const Largest most = best[i].of_lanes<Ring::ROWS>();
     const int row = (lane + i * WARP_SIZE) / Ring::ROWS;
-    if (lane % Ring::ROWS == 0 && row < m) most.store(at.largest, row * rivals + of_grid);
+    if (lane % Ring::ROWS == 0 && row < m) most.store(at.largest(), row * rivals + of_grid);
   }
   meet();
   u32& is_last = *reinterpret_cast<u32*>(shared);
@@ -299,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   if (warp < m) {
     Largest all;
     for (int i = lane; i < rivals; i += WARP_SIZE)
-      all.see(Largest::loaded(at.largest, warp * rivals + i));
+      all.see(Largest::loaded(at.largest(), warp * rivals + i));
     all = all.of_lanes<WARP_SIZE>();
     if (lane == 0) {
       largest[warp] = all.column;
