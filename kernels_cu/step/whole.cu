@@ -53,7 +53,7 @@ struct Meet {
   __device__ __forceinline__ void operator()() const { named_barrier_wait_aligned<THREADS>(1); }
 };
 using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS, CODES>;
-using Rows = GatheredRows<elem_t, WARPS, CENTERED, Meet>;
+using Rows = GatheredRows<elem_t, WARPS, CENTERED, MOST, Meet>;
 using Heads = DecodeHeads<elem_t, D, GROUP, WARPS, ROPE>;
 static_assert(MOST <= 8, "columns of a product of tensor cores");
 static_assert(sizeof(typename Heads::Shared) <= ROOM - ASIDE, "attention has its room");
@@ -144,6 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
   __shared__ typename Sums::Shared sums;
+  __shared__ typename Rows::Shared statistics;
   __shared__ DecodeItem item;
   __shared__ float angles[D];
   const int m = model.m, hidden = model.hidden, dim_q = model.heads_q * D;
@@ -221,8 +222,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
 
   const Meet meet;
   const u32 rows = shared_address(shared);
+  const float of_hidden = 1.f / hidden;
   const u32 factors = rows + ROOM - ASIDE + round_up<int>(products * sizeof(Product<elem_t>), 16);
-  const Rows taken(rows, factors, m);
+  const Rows taken(statistics, rows, factors, m);
   Sums sums_of(ring, sums, m);
   Wanted wanted[Sums::EACH] = {};
   Largest best[Sums::EACH];
@@ -257,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     sums_of.expect(work, before);
     if (own.norm != nullptr) {
       taken.load_factors(own.norm, own.norm_bias, hidden);
-      taken.normalise(at.stream(), hidden, stream_tag, model.eps);
+      taken.normalise(own.norm, at.stream(), hidden, stream_tag, of_hidden, model.eps);
     } else {
       taken.gather(kind == OUT ? at.attended() : at.inner(), k, tag);
     }
@@ -267,6 +269,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     //    and the largest of them.
     sums_of.product(work, rows, k, halves, before,
                     [&](int i, int row, int column, float2 sum) {
+                      if (Rows::LATE && own.norm != nullptr) {
+                        const float by = taken.late(row, of_hidden, model.eps);
+                        sum.x *= by, sum.y *= by;
+                      }
                       float y = sum.x + static_cast<float>(wanted[i].x);
                       if (kind == QKV) {
                         store_word(at.qkv() + row * heads + column, tagged(y, tag));

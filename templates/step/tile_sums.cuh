@@ -1,12 +1,12 @@
 // The compute warps' way through a product whose weight comes by a ring (step/weight_ring.cuh). A tile's
 // columns are several parts, two of a stage (of codes: eight), each multiplied by another warp, up to
-// WARPS of them, which leave their sums in shared memory. The warp that has the tile's last columns adds
-// them up, in the order of the columns, and does what is to be done with outputs:
+// WARPS of them, which leave their sums in shared memory. One of these warps, another one of each tile,
+// adds them up, in the order of the columns, and does what is to be done with outputs:
 //
 //   part             0    1    2    3  |  4    5    6    7  |  8 ...
 //   warp             0    1    2    3  |  4    5    6    7  |  0 ...         (here: of eight warps)
 //   tile, columns  0, a  0, b  0, c  0, d | 1, a  1, b ...
-//   adds up                          *                   *
+//   adds up                          *              *
 //
 // WARPS tiles have places; a place is taken again when its tile has been added up. So a warp that leaves
 // sums there has left its part of the tile before there, too, and its barriers are one phase behind at
@@ -77,11 +77,15 @@ struct TileSums {
   // What the first tile that this warp adds up will want is asked for: `before` as below.
   template <typename Before>
   __device__ __forceinline__ void expect(const Work& work, const Before& before) {
-    expected = work.parts - 1;
-    int tile = 0;
-    while (tile < WARPS && expected % WARPS != work.first) ++tile, expected += work.parts;
-    if (tile == WARPS) expected = -1;  // none: the last columns are always others'
-    if (tile < WARPS && expected < work.all) work.each(tile, m, before);
+    const int warps = min(work.parts, WARPS);
+    expected = -1;  // none: others add up
+#pragma unroll 1
+    for (int tile = 0, end = work.parts; tile < WARPS && end <= work.all; ++tile, end += work.parts)
+      if ((end - 1 - tile % warps) % WARPS == work.first) {
+        expected = end - 1 - tile % warps;
+        work.each(tile, m, before);
+        break;
+      }
   }
 
   // rows: shared memory, [m][k + GATHERED_GAP]. Of the outputs that this lane adds up, the j-th of a tile:
@@ -98,7 +102,7 @@ struct TileSums {
       const int own = Quotient::of(i >> work.of_stage, work.inverse), part = i - own * parts,
                 at = part * COLUMNS;
       const int outputs = min(1 << work.log2, work.outputs - (own << work.log2));
-      const bool last = part == parts - 1;
+      const bool last = part == parts - 1 - own % warps;  // this warp adds up
       if (last && i != expected) work.each(own, m, before);
       const u32 turn = stages + (i >> work.of_stage);
       const int number = turn % Ring::SIZE, parity = turn / Ring::SIZE % 2;
