@@ -20,6 +20,7 @@ from fkjit.ops.step import whole as whole_step
 PRODUCTS = ("qkv", "out", "up", "down", "head")
 IMPLS = ("auto", "gemv", "skinny", "wgmma", "mma")
 MEASURED = "measured"
+_LONG = 2048  # tokens, from which on no key is read for each query head by itself
 _CODES = "int4_group"  # that a step of one launch takes
 _FUSED = ("qkv", "up")  # products that a fused layer has otherwise
 _TRIED = ("auto", "gemv", "skinny")
@@ -96,12 +97,14 @@ def fits(config: ModelConfig, rows: int, codes: str | None) -> bool:
     return not config.qk_norm and codes is None and step.fits(rows, *widths)
 
 
-def model_of(config: ModelConfig, layout: str, page_size: int, codes: bool = False
-             ) -> whole_step.Model:  # fmt: skip
-    """What the kernel is made for. codes: weights of layers are of int4."""
+def model_of(
+    config: ModelConfig, layout: str, page_size: int, codes: bool = False, length: int = 0
+) -> whole_step.Model:
+    """What the kernel is made for. codes: weights of layers are of int4. length: of the longest
+    sequence there is room for."""
     return whole_step.Model(
         config.heads_q, config.heads_kv, config.head_dim, config.mlp, config.activation,
-        config.gated, config.eps, layout, page_size, codes=codes,
+        config.gated, config.eps, layout, page_size, codes=codes, long=length > _LONG,
     )  # fmt: skip
 
 

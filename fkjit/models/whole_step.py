@@ -33,7 +33,8 @@ class WholeStep:
     def __init__(self, network: Network, cache: PagedKVCache, length: int) -> None:
         config, weights = network.config, network.weights
         self.network, self.cache = network, cache
-        self.model = model_of(config, cache.layout, cache.page_size, network.codes is not None)
+        codes = network.codes is not None
+        self.model = model_of(config, cache.layout, cache.page_size, codes, length)
         base, layers = _together(weights.embedding, [_arrays(one) for one in weights.layers])
         table = layer_table(base.data_ptr(), layers, list(config.windows))
         torch = torch_ops.torch_seen()

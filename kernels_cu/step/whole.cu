@@ -40,6 +40,7 @@ constexpr bool CENTERED = ${centered};  // LayerNorm
 constexpr bool ROPE = ${rope}, GATE = ${gate};
 constexpr bool CODES = ${codes};  // weights of layers' products are of int4
 constexpr int D = ${head_dim}, GROUP = ${group};  // query heads of a key head
+constexpr int OWN = ${own};                       // of those in a work item of attention
 constexpr int MOST = ${most};                     // rows there is room for
 constexpr int WARPS = ${warps}, FETCHERS = ${fetchers};
 constexpr int COLUMNS = ${columns};  // of a weight in a stage of the ring
@@ -54,7 +55,7 @@ struct Meet {
 };
 using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS, CODES>;
 using Rows = GatheredRows<elem_t, WARPS, CENTERED, MOST, Meet>;
-using Heads = DecodeHeads<elem_t, D, GROUP, WARPS, ROPE>;
+using Heads = DecodeHeads<elem_t, D, GROUP, OWN, WARPS, ROPE>;
 static_assert(MOST <= 8, "columns of a product of tensor cores");
 static_assert(sizeof(typename Heads::Shared) <= ROOM - ASIDE, "attention has its room");
 
@@ -62,7 +63,7 @@ struct DecodeModel {
   i64 plane;  // elements of a layer's keys, as many as of its values
   int m;      // 1..MOST
   int layers, hidden, mlp, vocabulary, heads_q, heads_kv;
-  int splits;  // work items of a sequence and a key head
+  int splits;  // work items of a sequence and OWN query heads
   int page_step, head_step, token_step, page_log2, max_sequences, max_pages, table_rows;
   int logits_stride;
   int advance;  // tokens become the largest, and positions the next
@@ -161,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       model.max_sequences, model.max_pages,
       model.table_rows,    model.heads_kv,
       model.splits,        model.scale};
-  const int splits = model.splits, items = m * model.heads_kv * splits;
+  const int splits = model.splits, items = m * model.heads_kv * Heads::PARTS * splits;
   const u32 launches = load_word(exchange);
   const Between at = {exchange, model};
   const u32 first_tag = launches * model.layers + 1,
@@ -192,8 +193,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     list[p] = made;
   }
   if (attends) {
-    if (threadIdx.x == 0) item = DecodeItem::make(state, blockIdx.x, GROUP * D);
-    if (ROPE) Heads::load_angles(angles, table, state, blockIdx.x / splits / model.heads_kv);
+    if (threadIdx.x == 0) item = DecodeItem::make(state, blockIdx.x, Heads::PARTS, OWN * D);
+    if (ROPE) Heads::load_angles(angles, table, state,
+                                  blockIdx.x / splits / Heads::PARTS / model.heads_kv);
   }
   __syncthreads();
 

@@ -50,7 +50,8 @@ class LayerArrays(NamedTuple):
 class Model(NamedTuple):
     """What a step's kernel is made for. heads_q, heads_kv, head_dim, mlp, eps: as a ModelConfig's.
     advance: whether tokens and positions become the next ones, by the largest logits. codes: some
-    weights of layers are of int4. ring: columns of a stage, stages, those under way, warps that
+    weights of layers are of int4. long: sequences may be long, so that keys are read once rather
+    than for each query head. ring: columns of a stage, stages, those under way, warps that
     fetch; None: the usual."""
 
     heads_q: int
@@ -64,6 +65,7 @@ class Model(NamedTuple):
     page_size: int
     advance: bool = False
     codes: bool = False
+    long: bool = False
     ring: Ring | None = None
 
 
@@ -122,7 +124,7 @@ def fits(model: Model, rows: int, hidden: int, layers: int, arch: Arch, blocks: 
         and not any(wide % _spans(model) for wide in widths) and min(widths) >= blocks
         and (model.activation, model.gate) in SHIPPED
         and kernel.KERNEL.features({}) <= arch.features
-        and _variant(model, rows, hidden, layers, "layer") is not None
+        and _variant(model, rows, hidden, layers, "layer", blocks) is not None
     )  # fmt: skip
 
 
@@ -132,8 +134,14 @@ def _spans(model: Model) -> int:
 
 
 def splits_of(model: Model, rows: int, blocks: int) -> int:
-    """Work items of a sequence and a key head: together no more than there are blocks."""
-    return max(1, blocks // (rows * model.heads_kv))
+    """Work items of a sequence and its heads: together no more than there are blocks."""
+    return max(1, blocks * own_heads(model, rows, blocks) // (rows * model.heads_q))
+
+
+def own_heads(model: Model, rows: int, blocks: int) -> int:
+    """Query heads of a work item of attention: one, or all of a key head."""
+    one = not model.long and rows * model.heads_q <= blocks
+    return 1 if one else model.heads_q // model.heads_kv
 
 
 def exchange_words(model: Model, rows: int, hidden: int, blocks: int) -> int:
@@ -169,7 +177,9 @@ def prepare(arrays: Arrays, model: Model) -> None:
 # ------------------------------------------------------------------ checks
 
 
-def _variant(model: Model, rows: int, hidden: int, layers: int, norm: str) -> dict[str, Any] | None:
+def _variant(
+    model: Model, rows: int, hidden: int, layers: int, norm: str, blocks: int
+) -> dict[str, Any] | None:
     """Of the parameters those that the sizes decide; None: there is no room."""
     most = next((most for most in ROWS if most >= rows), None)
     aside = kernel.aside_for(norm, hidden, layers)
@@ -177,7 +187,8 @@ def _variant(model: Model, rows: int, hidden: int, layers: int, norm: str) -> di
         return None
     group, dim = model.heads_q // model.heads_kv, model.head_dim
     widest = max(hidden, model.mlp, model.heads_q * dim)
-    room = kernel.room_for(most, widest, dim, group, aside)
+    own = own_heads(model, rows, blocks)
+    room = kernel.room_for(most, widest, dim, own, aside)
     if room is None:
         return None
     space = kernel.ring_bytes(most, room)
@@ -186,7 +197,7 @@ def _variant(model: Model, rows: int, hidden: int, layers: int, norm: str) -> di
     if ring is None:
         return None
     return {"most": most, "room": room, "aside": aside, "ring": ring, "group": group,
-            "head_dim": dim, "activation": model.activation, "gate": model.gate,
+            "own": own, "head_dim": dim, "activation": model.activation, "gate": model.gate,
             "codes": model.codes}  # fmt: skip
 
 
@@ -207,7 +218,7 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     layers = seen["table_of_layers"].shape[0]
     _check_arrays(seen, model, m, hidden, layers)
     norm, blocks = "layer" if "norm_bias" in seen else "rms", blocks_on(seen["tokens"].device)
-    variant = _variant(model, m, hidden, layers, norm)
+    variant = _variant(model, m, hidden, layers, norm, blocks)
     widths = (hidden, model.mlp, model.heads_q * model.head_dim)
     refused = any(one % _spans(model) or one < blocks for one in widths) or m * model.heads_kv > blocks
     if variant is None or refused:

@@ -41,15 +41,19 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
             **said, "m": m, "layers": 2, "hidden": hidden, "mlp": mlp, "vocabulary": 264,
             "heads_q": heads_kv * group, "heads_kv": heads_kv, "head_dim": dim, "group": group,
             "eps": 1e-5, "blocks": blocks, "advance": m > 1,
-            "splits": blocks // (m * heads_kv) if full else 2,
+            "own": params["own"], "splits": blocks if full else 2,
             "logits_stride": 264 + 4, "table_rows": 40 if params["rope"] else 0,
             "max_sequences": _SEQUENCES, "max_pages": 3, "num_pages": _PAGES, "page_size": _PAGE,
             "layout": "nhd", "window": window, "biased": biased,
             "plane": _PAGES * _PAGE * heads_kv * dim,
             "pages": (_PAGE * heads_kv * dim, dim, heads_kv * dim),
         })  # fmt: skip
-        found[-1]["splits"] = min(found[-1]["splits"], found[-1]["blocks"] // (m * heads_kv)) or 1
-    return [one for one in found if one["m"] * one["heads_kv"] <= one["blocks"]]
+        heads = m * heads_kv * group // params["own"]
+        found[-1]["splits"] = min(found[-1]["splits"], blocks // heads) or 1
+    return [
+        one for one in found
+        if one["m"] * one["heads_q"] <= one["blocks"] * one["own"]
+    ]  # fmt: skip
 
 
 def _shapes(p: Problem) -> dict[str, tuple[int, ...]]:

@@ -42,6 +42,7 @@ _PARAMS = (
     Param("codes", (False, True), "whether layers' weights are codes of int4"),
     Param("head_dim", HEAD_DIMS, "columns of a head"),
     Param("group", GROUPS, "query heads of a key head"),
+    Param("own", GROUPS, "of those in a work item of attention: one or all"),
     Param("most", ROWS, "sequences there is room for"),
     Param("room", _ROOMS, "KB of shared memory for their rows and what is beside them"),
     Param("aside", _ASIDE, "KB of that for the list of products and a norm's weights"),
@@ -61,9 +62,9 @@ def ring_fits(ring: tuple[int, int, int, int], codes: bool, space: int) -> bool:
     return ring_shared(ring, codes) <= space and not (codes and ring[0] % CODED_COLUMNS)
 
 
-def _scratch(head_dim: int, group: int) -> int:
+def _scratch(head_dim: int, own: int) -> int:
     """Bytes that attention has in shared memory."""
-    return 4 * (group * head_dim + head_dim + WARPS * group * (head_dim + 2)) + 16
+    return 4 * (own * head_dim + head_dim + WARPS * own * (head_dim + 2)) + 16
 
 
 def aside_for(norm: str, hidden: int, layers: int) -> int | None:
@@ -72,9 +73,9 @@ def aside_for(norm: str, hidden: int, layers: int) -> int | None:
     return next((room for room in sorted(_ASIDE) if room << 10 >= needed), None)
 
 
-def room_for(most: int, widest: int, head_dim: int, group: int, aside: int) -> int | None:
+def room_for(most: int, widest: int, head_dim: int, own: int, aside: int) -> int | None:
     """KB for so many rows, and what is beside them; None where there is no room."""
-    needed = max(2 * most * (widest + ROW_GAP), _scratch(head_dim, group)) + (aside << 10)
+    needed = max(2 * most * (widest + ROW_GAP), _scratch(head_dim, own)) + (aside << 10)
     return next((room for room in sorted(_ROOMS) if room << 10 >= needed), None)
 
 
@@ -87,10 +88,9 @@ def exchange_places(p: Problem) -> tuple[int, ...]:
     """Words of 32 bits before each array of what passes between blocks, and in all; the first word
     counts launches."""
     m, dim = p["m"], p["head_dim"]
-    group, heads = p["heads_q"] // p["heads_kv"], p["heads_q"] + 2 * p["heads_kv"]
-    items = m * p["heads_kv"] * p["splits"]
+    heads = p["heads_q"] + 2 * p["heads_kv"]
     arrays = (
-        2 * m * heads * dim, 2 * items * group * (dim + 2), m * p["hidden"], m * p["heads_q"] * dim,
+        2 * m * heads * dim, 2 * m * p["heads_q"] * p["splits"] * (dim + 2), m * p["hidden"], m * p["heads_q"] * dim,
         m * p["mlp"], 2 * m * WARPS * p["blocks"],
     )  # fmt: skip
     return tuple(accumulate((-(-one // 4) * 4 for one in arrays), initial=4))
@@ -132,7 +132,9 @@ def _illegal(params: Params) -> str | None:
         return "has parts of stages without whole groups of codes"
     if params["ring"][1] < WARPS:
         return "has stages that two warps would wait for"
-    if params["room"] - params["aside"] << 10 < _scratch(params["head_dim"], params["group"]):
+    if params["own"] not in (1, params["group"]):
+        return "has items of neither one query head nor all of a key head"
+    if params["room"] - params["aside"] << 10 < _scratch(params["head_dim"], params["own"]):
         return "has no room for attention"
     if ring_shared(params["ring"], params["codes"]) > ring_bytes(params["most"], params["room"]):
         return "has more stages than there is room for"
@@ -141,14 +143,14 @@ def _illegal(params: Params) -> str | None:
 
 # What is compiled ahead: the two models of the documentation, one sequence; and a small one for the
 # interpreter.
-_LLAMA = ("bf16", "rms", True, "silu", True, False, 64, 4)
-_GPT2 = ("bf16", "layer", False, "gelu_tanh", False, False, 64, 1)
+_LLAMA = ("bf16", "rms", True, "silu", True, False, 64, 4, 1)
+_GPT2 = ("bf16", "layer", False, "gelu_tanh", False, False, 64, 1, 1)
 _AHEAD = tuple(
     dict(zip((param.name for param in _PARAMS), said, strict=True))
     for said in (
         (*_LLAMA, 1, 25, 8, RINGS[0]), (*_GPT2, 1, 16, 6, RINGS[0]),
-        ("fp16", "rms", True, "silu", True, False, 16, 2, 2, 12, 1, RINGS[-1]),
-        ("bf16", "rms", True, "silu", True, True, 32, 4, 2, 16, 1, RINGS[-2]),
+        ("fp16", "rms", True, "silu", True, False, 16, 2, 2, 2, 12, 1, RINGS[-1]),
+        ("bf16", "rms", True, "silu", True, True, 32, 4, 4, 2, 16, 1, RINGS[-2]),
     )
 )  # fmt: skip
 FIELDS: dict[str, Any] = {
