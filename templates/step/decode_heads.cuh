@@ -37,7 +37,7 @@ struct DecodeState {
 
 // The work item of a block, the same in all layers: made once, in shared memory.
 struct DecodeItem {
-  int number, sequence, head, part, split;  // part: of a key head's query heads
+  int number, team, sequence, head, part, split;  // part: of a key head's query heads
   int position;  // in the cache of the new token
   int keys;      // of the sequence, the new one included where there is room for it
   int each;      // keys of an item where all are seen
@@ -51,6 +51,7 @@ struct DecodeItem {
                                                     int columns) {
     DecodeItem made = {number};
     const int team = number / state.splits, head = team / parts;
+    made.team = team;
     made.split = number % state.splits, made.part = team % parts;
     made.head = head % state.heads_kv, made.sequence = head / state.heads_kv;
     const int row = state.rows[made.sequence];
@@ -280,7 +281,7 @@ struct DecodeHeads {
       total = total * mine + other.total * theirs;
     }
     __device__ __forceinline__ T result() const {
-      return static_cast<T>(total == 0.f ? 0.f : value / total);
+      return static_cast<T>(total == 0.f ? 0.f : value * inverse_fast(total));
     }
   };
 
@@ -306,7 +307,7 @@ struct DecodeHeads {
                                                 const DecodeLayer<T>& layer,
                                                 const DecodeItem& item) {
     constexpr int COLUMNS = OWN * D, STEP = OWN * WIDE;
-    const int splits = state.splits, team = item.number / splits;
+    const int splits = state.splits, team = item.team;
     u32* const target = layer.attended + wide(team, COLUMNS);
     u64* const own = layer.partials + wide(item.number, STEP);
     for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
