@@ -18,8 +18,8 @@ BUGS = (
     Bug("no wait for a stage", T + "tile_sums.cuh",
         "mbarrier_wait(ring.full + 8 * number, parity);", "", by="race", **SMALL),
     Bug("a stage fetched before it is free", T + "weight_ring.cuh",
-        "wait_for_place(empty + 8 * place.stage, place.parity ^ 1, ahead, min(i + AHEAD, all), "
-        "ask);", "", by="race", **SMALL),
+        "if (__all_sync(FULL_MASK, mbarrier_test(barrier, parity))) return;\n    bool more = true;",
+        "return;\n    bool more = true;", by="race", **SMALL),
     Bug("sums added up before all are there", T + "tile_sums.cuh",
         "mbarrier_wait(shared_address(&shared.full[slot]), (tile + own) / PLACES % 2);", "",
         by="race", **SMALL),
@@ -40,6 +40,7 @@ BUGS = (
         "min(i % 8, last)", by="numbers", **SMALL),
     Bug("codes by another group's scale", T + "weight_ring.cuh", "BYTES + place * PART / 64",
         "BYTES", by="numbers", **CODED),
+    Bug("rows not normalised", K, "sum.x *= by, sum.y *= by;", "", by="numbers", **CODED),
     Bug("scales not waited for", T + "weight_ring.cuh", "(piece.bytes + piece.scale_bytes) * rows",
         "piece.bytes * rows", by="barrier", **CODED),
     Bug("codes in another order than x", T + "coded_part.cuh", "(turned ? pair ^ 1 : pair)",
