@@ -131,7 +131,8 @@ class _Maker:
             table, None if learned else array(LONGEST, model.head_dim, dtype="fp32"),
             array(rows, longest, dtype="int32"), all_rows, all_rows, pages, None,
         )  # fmt: skip
-        return Call("decode_step", (arrays, model_of(model, "nhd", PAGE_SIZE, self.scheme is not None)), {})
+        codes, length = self.scheme is not None, min(model.max_length, LONGEST)
+        return Call("decode_step", (arrays, model_of(model, "nhd", PAGE_SIZE, codes, length)), {})
 
     def _five(self, rows: int) -> Iterator[Call]:
         """What a layer of five launches has of its own."""

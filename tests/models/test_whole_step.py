@@ -12,7 +12,7 @@ from fkjit.arch import arch
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
 from fkjit.models import ModelConfig
-from fkjit.models.plan import StepPlan
+from fkjit.models.plan import StepPlan, model_of
 from fkjit.ops.step import whole
 from fkjit.settings import settings
 
@@ -138,6 +138,14 @@ def test_who_fits():
     assert fits(codes=True) and not fits(codes=True, mlp=8192 + 64) and fits(mlp=8192 + 64)
     assert not fits(mlp=8200) and not fits(mlp=96) and not fits(activation="relu")
     assert not fits(heads_q=40) and not fits(rows=2, heads_kv=128, heads_q=128)
+
+
+def test_work_items_of_attention_are_no_more_than_blocks():
+    config = ModelConfig.of("llama-3.2-1b")
+    short, long = (model_of(config, "nhd", 256, length=length) for length in (640, 1 << 16))
+    found = [(whole.own_heads(one, rows, 132), whole.splits_of(one, rows, 132))
+             for one in (short, long) for rows in (1, 2, 4, 8)]  # fmt: skip
+    assert found == [(1, 4), (1, 2), (1, 1), (4, 2), (4, 16), (4, 8), (4, 4), (4, 2)]
 
 
 def test_what_a_step_refuses():
