@@ -80,7 +80,8 @@ struct Between {
   __device__ __forceinline__ u32* stream() const { return exchange + model.stream; }
   __device__ __forceinline__ u32* attended() const { return exchange + model.attended; }
   __device__ __forceinline__ u32* inner() const { return exchange + model.inner; }
-  __device__ __forceinline__ u32* largest() const { return exchange + model.largest; }  // without tags
+  // Without tags.
+  __device__ __forceinline__ u32* largest() const { return exchange + model.largest; }
 
  private:
   __device__ __forceinline__ u64* pairs(int first) const {

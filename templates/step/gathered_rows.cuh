@@ -96,7 +96,8 @@ struct GatheredRows {
   }
 
  private:
-  __device__ __forceinline__ void multiply(const T* weight, const u32* words, int k, u32 tag) const {
+  __device__ __forceinline__ void multiply(const T* weight, const u32* words, int k,
+                                           u32 tag) const {
     float squares = 0.f;
     if (row < m) {
 #pragma unroll 1

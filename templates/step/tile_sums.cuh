@@ -95,7 +95,8 @@ struct TileSums {
   __device__ __forceinline__ void product(const Work& work, u32 rows, int k, bool halves,
                                           const Before& before, const After& after) {
     const int lane = threadIdx.x % WARP_SIZE, parts = work.parts, warps = min(parts, WARPS);
-    const u32 row = rows + min(work.coded ? lane / 4 : lane % 8, m - 1) * (k + GATHERED_GAP) * sizeof(T);
+    const int token = min(work.coded ? lane / 4 : lane % 8, m - 1);
+    const u32 row = rows + token * (k + GATHERED_GAP) * sizeof(T);
     float d[4] = {};
 #pragma unroll 1
     for (int i = work.first; i < work.all; i += WARPS) {

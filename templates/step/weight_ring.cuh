@@ -29,7 +29,7 @@
 template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, int FETCHERS, bool CODES>
 struct WeightRing {
   static constexpr int ROWS = 16, SPAN = 32, SIZE = STAGES;
-  static constexpr int PART = COLUMNS / 2;                // columns that a warp multiplies at a time
+  static constexpr int PART = COLUMNS / 2;                // columns that a warp multiplies at once
   static constexpr int BYTES = COLUMNS * sizeof(T);       // of a row in a stage
   static constexpr int PITCH = BYTES + 16;                // of numbers
   static constexpr int CODED = 4 * COLUMNS;               // columns of a stage of codes
@@ -147,8 +147,8 @@ struct WeightRing {
         return;
       }
     }
-    multiply_numbers(d, tile + place * PART * sizeof(T) + row(lane % ROWS) * PITCH + lane / ROWS * 16,
-                     x + lane / 8 * 16, columns);
+    const u32 own = tile + row(lane % ROWS) * PITCH + lane / ROWS * 16;
+    multiply_numbers(d, own + place * PART * sizeof(T), x + lane / 8 * 16, columns);
   }
 
  private:

@@ -220,11 +220,12 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     norm, blocks = "layer" if "norm_bias" in seen else "rms", blocks_on(seen["tokens"].device)
     variant = _variant(model, m, hidden, layers, norm, blocks)
     widths = (hidden, model.mlp, model.heads_q * model.head_dim)
-    refused = any(one % _spans(model) or one < blocks for one in widths) or m * model.heads_kv > blocks
+    span = _spans(model)
+    refused = any(one % span or one < blocks for one in widths) or m * model.heads_kv > blocks
     if variant is None or refused:
         raise ParameterError(
             f"{_CALL}: no kernel for {m} sequences of widths {widths}; allowed: up to {ROWS[-1]}, "
-            f"multiples of {_spans(model)} columns, as many as multiprocessors, no more heads than those, "
+            f"multiples of {span} columns, as many as multiprocessors, no more heads than those, "
             "rows that fit into shared memory"
         )
     words = exchange_words(model, m, hidden, blocks)
