@@ -54,7 +54,8 @@ struct Meet {
   __device__ __forceinline__ void operator()() const { named_barrier_wait_aligned<THREADS>(1); }
 };
 using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS, CODES>;
-using Rows = GatheredRows<elem_t, WARPS, CENTERED, MOST, Meet>;
+constexpr int TAKEN = MOST < 4 && OWN == 1 ? 8 : 4;  // as registers permit
+using Rows = GatheredRows<elem_t, WARPS, CENTERED, MOST, TAKEN, Meet>;
 using Heads = DecodeHeads<elem_t, D, GROUP, OWN, WARPS, ROPE>;
 static_assert(MOST <= 8, "columns of a product of tensor cores");
 static_assert(sizeof(typename Heads::Shared) <= ROOM - ASIDE, "attention has its room");

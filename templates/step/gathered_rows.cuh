@@ -23,11 +23,12 @@
 
 constexpr int GATHERED_GAP = 8;  // elements between rows: 16 bytes of eight rows meet all banks
 
-template <typename T, int WARPS, bool CENTERED, int MOST, typename Meet>
+template <typename T, int WARPS, bool CENTERED, int MOST, int MOST_AHEAD, typename Meet>
 struct GatheredRows {
   static constexpr int THREADS = 32 * WARPS, SIZE = 4;  // numbers of an access
-  // Accesses of a thread under way: of rows to normalise, of others, and held in registers.
-  static constexpr int AHEAD = MOST < 2 ? 2 : 4, MOST_AHEAD = MOST < 4 ? 8 : 4, HELD = 2;
+  // Accesses of a thread under way: of rows to normalise, (MOST_AHEAD) of longer ones that are taken as
+  // they are, and those held in registers.
+  static constexpr int AHEAD = MOST < 2 ? 2 : 4, HELD = 2;
   static constexpr int FULL_LOG2 = 10;  // of the numbers of all threads
   static constexpr bool LATE = !CENTERED && SAME_TYPE<T, bf16>;
   static_assert(THREADS * SIZE == 1 << FULL_LOG2, "eight warps");
