@@ -297,14 +297,19 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     meet();  // the rows are read
   }
 
-  // 5. The last block has the largest of all.
+  // 5. The largest of the block's; the last block has the largest of all.
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-  const int of_grid = blockIdx.x * WARPS + warp, rivals = gridDim.x * WARPS;
+  Largest* const of_warps = reinterpret_cast<Largest*>(shared);  // [m][WARPS]
 #pragma unroll
   for (int i = 0; i < Sums::EACH; ++i) {
     const Largest most = best[i].of_lanes<Ring::ROWS>();
     const int row = (lane + i * WARP_SIZE) / Ring::ROWS;
-    if (lane % Ring::ROWS == 0 && row < m) most.store(at.largest(), row * rivals + of_grid);
+    if (lane % Ring::ROWS == 0 && row < m) of_warps[row * WARPS + warp] = most;
+  }
+  meet();
+  if (warp < m) {
+    const Largest most = of_warps[warp * WARPS + lane % WARPS].of_lanes<WARPS>();
+    if (lane == 0) most.store(at.largest(), warp * gridDim.x + blockIdx.x);
   }
   meet();
   u32& is_last = *reinterpret_cast<u32*>(shared);
@@ -313,8 +318,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   if (!is_last) return;
   if (warp < m) {
     Largest all;
-    for (int i = lane; i < rivals; i += WARP_SIZE)
-      all.see(Largest::loaded(at.largest(), warp * rivals + i));
+#pragma unroll 4
+    for (int i = lane; i < gridDim.x; i += WARP_SIZE)
+      all.see(Largest::loaded(at.largest(), warp * gridDim.x + i));
     all = all.of_lanes<WARP_SIZE>();
     if (lane == 0) {
       largest[warp] = all.column;

@@ -94,7 +94,7 @@ struct DecodeHeads {
   static constexpr int THREADS = 32 * WARPS, WIDE = D + 2;
   static_assert(D % SIZE == 0 && WARP_SIZE % LANES == 0 && GROUP % OWN == 0, "groups of lanes");
   static constexpr int PARTS = GROUP / OWN;
-  static constexpr int DEPTH = OWN == 1 ? 4 : 2;  // keys of a group of lanes that are under way
+  static constexpr int DEPTH = OWN == 1 ? 5 : 2;  // keys of a group of lanes that are under way
   struct alignas(16) Shared {
     float q[OWN][D];
     T fresh[2][D];                   // the new token's key and value

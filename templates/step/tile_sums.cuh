@@ -8,6 +8,9 @@
 //   tile, columns  0, a  0, b  0, c  0, d | 1, a  1, b ...
 //   adds up                          *              *
 //
+// It does so DELAY tiles later, when it has left its part of those, too: else one tile's sums would wait
+// for those of the tile before.
+//
 // WARPS tiles have places; a place is taken again when its tile has been added up. So a warp that leaves
 // sums there has left its part of the tile before there, too, and its barriers are one phase behind at
 // the most, as waiting by parity wants it. With a stage of the ring that is not so: its last tile may be
@@ -21,6 +24,7 @@ struct TileSums {
   static constexpr int TILE = Ring::ROWS, PLACES = WARPS, COLUMNS = Ring::PART;
   static_assert(Ring::SIZE >= WARPS,
                 "what was asked for WARPS stages ago is not in the same place");
+  static constexpr int DELAY = 2;
   static constexpr int EACH = ceil_div(TILE * MOST, WARP_SIZE);  // outputs of a lane
   struct Shared {
     float sums[PLACES][WARPS][MOST][TILE];
@@ -98,13 +102,20 @@ struct TileSums {
     const int token = min(work.coded ? lane / 4 : lane % 8, m - 1);
     const u32 row = rows + token * (k + GATHERED_GAP) * sizeof(T);
     float d[4] = {};
+    int pending = -1;  // a tile that this warp has to add up
 #pragma unroll 1
     for (int i = work.first; i < work.all; i += WARPS) {
       const int own = Quotient::of(i >> work.of_stage, work.inverse), part = i - own * parts,
                 at = part * COLUMNS;
       const int outputs = min(1 << work.log2, work.outputs - (own << work.log2));
-      const bool last = part == parts - 1 - own % warps;  // this warp adds up
-      if (last && i != expected) work.each(own, m, before);
+      if (pending >= 0 && own >= pending + DELAY) {
+        add_up(work, pending, halves, after);
+        pending = -1;
+      }
+      if (part == parts - 1 - own % warps) {  // this warp will add up
+        if (i != expected) work.each(own, m, before);
+        pending = own;
+      }
       const u32 turn = stages + (i >> work.of_stage);
       const int number = turn % Ring::SIZE, parity = turn / Ring::SIZE % 2;
       mbarrier_wait(ring.empty + 8 * number, parity ^ 1);
@@ -116,32 +127,37 @@ struct TileSums {
       if (lane == 0) ring.release(number, work.coded);
       if (part + WARPS < parts) continue;  // this warp has more of the same tile
       leave(d, tile + own, part % WARPS, part == parts - warps ? WARPS - warps + 1 : 1);
-      if (last) {
-        const int slot = (tile + own) % PLACES;
-        const int first_of = parts > WARPS ? parts % WARPS : 0;  // by their last columns
-        mbarrier_wait(shared_address(&shared.full[slot]), (tile + own) / PLACES % 2);
-        work.each(own, m, [&](int j, int row, int column) {
-          const float* const sums =
-              shared.sums[slot][0][row] + (column - work.begin) - (own << work.log2);
-          float2 total = {0.f, 0.f};
-#pragma unroll
-          for (int w = 0; w < WARPS; ++w) {
-            if (w >= warps) break;
-            const int at = first_of + w, from = at < warps ? at : at - warps;
-            total.x += sums[from * MOST * TILE];
-            if (halves) total.y += sums[from * MOST * TILE + TILE / 2];
-          }
-          after(j, row, column, total);
-        });
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[slot]));
-      }
     }
+    if (pending >= 0) add_up(work, pending, halves, after);
     const int all = work.all >> work.of_stage;
     parts_before += work.all, stages += all, tile += Quotient::of(all, work.inverse);
   }
 
  private:
+  // What all warps have left of a tile, in the order of the columns.
+  template <typename After>
+  __device__ __forceinline__ void add_up(const Work& work, int own, bool halves,
+                                         const After& after) const {
+    const int slot = (tile + own) % PLACES, parts = work.parts, warps = min(parts, WARPS);
+    const int first_of = parts > WARPS ? parts % WARPS : 0;  // by their last columns
+    mbarrier_wait(shared_address(&shared.full[slot]), (tile + own) / PLACES % 2);
+    work.each(own, m, [&](int j, int row, int column) {
+      const float* const sums =
+          shared.sums[slot][0][row] + (column - work.begin) - (own << work.log2);
+      float2 total = {0.f, 0.f};
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) {
+        if (w >= warps) break;
+        const int at = first_of + w, from = at < warps ? at : at - warps;
+        total.x += sums[from * MOST * TILE];
+        if (halves) total.y += sums[from * MOST * TILE + TILE / 2];
+      }
+      after(j, row, column, total);
+    });
+    __syncwarp();
+    if (threadIdx.x % WARP_SIZE == 0) mbarrier_arrive(shared_address(&shared.empty[slot]));
+  }
+
   // A warp's sums to the tile's place; `count` arrivals, of all warps together WARPS.
   __device__ __forceinline__ void leave(float (&d)[4], int number, int part, int count) {
     const int lane = threadIdx.x % WARP_SIZE, slot = number % PLACES;

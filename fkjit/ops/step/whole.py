@@ -22,6 +22,7 @@ from fkjit.runtime.interop import CPU, View
 _CALL = "decode_step"
 _SPAN, _GROUP = 32, 128  # columns of a weight that a warp takes at a time; of codes
 _CPU_BLOCKS = 4
+_ITEMS = 4  # of a query head, at least, where it has items of its own
 Ring = tuple[int, int, int, int]
 
 
@@ -140,7 +141,7 @@ def splits_of(model: Model, rows: int, blocks: int) -> int:
 
 def own_heads(model: Model, rows: int, blocks: int) -> int:
     """Query heads of a work item of attention: one, or all of a key head."""
-    one = not model.long and rows * model.heads_q <= blocks
+    one = not model.long and _ITEMS * rows * model.heads_q <= blocks
     return 1 if one else model.heads_q // model.heads_kv
 
 

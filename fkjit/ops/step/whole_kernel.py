@@ -91,7 +91,7 @@ def exchange_places(p: Problem) -> tuple[int, ...]:
     heads = p["heads_q"] + 2 * p["heads_kv"]
     arrays = (
         2 * m * heads * dim, 2 * m * p["heads_q"] * p["splits"] * (dim + 2), m * p["hidden"],
-        m * p["heads_q"] * dim, m * p["mlp"], 2 * m * WARPS * p["blocks"],
+        m * p["heads_q"] * dim, m * p["mlp"], 2 * m * p["blocks"],
     )  # fmt: skip
     return tuple(accumulate((-(-one // 4) * 4 for one in arrays), initial=4))
 
