@@ -39,13 +39,14 @@ struct WeightRing {
   static constexpr int SHARES = CODES ? 8 : 2;  // in which a stage is released
   static constexpr int AHEAD = 14;  // stages that may come to L2 before they have room in the ring
   static constexpr int PAUSES = 2, PAUSE = 256;  // between two of these; nanoseconds
+  static constexpr int NEAR = FLIGHT + 2 < STAGES ? FLIGHT + 2 : FLIGHT;  // under way, of those
   static_assert(PART % SPAN == 0, "whole spans; eight rows meet all banks");
   static_assert(!CODES || (PART % 128 == 0 && SCALES % 16 == 0 && SCALES < 64), "whole groups");
-  static_assert(FLIGHT <= STAGES && ROWS % FETCHERS == 0, "stages under way; equal shares of rows");
+  static_assert(NEAR < STAGES && ROWS % FETCHERS == 0, "stages under way; equal shares of rows");
   const u32 stages;                  // shared memory
   const u32 full, empty;             // mbarriers, 8 bytes each
   RingPlace<STAGES> place, landing;  // the next stage; the first one that may be under way
-  int asked = 0;
+  int under_way = 0;
   // Stages that were asked to come to L2, from the next one of the ring on, and the one behind them.
   int lead = 0, next_product = 0, next_stage = 0;
 
@@ -101,11 +102,14 @@ struct WeightRing {
         if (++next_stage == next.all) next_stage = 0, ++next_product;
         return lead < AHEAD;
       });
+      const int most = lead > 0 ? NEAR : FLIGHT;
       lead = max(lead - 1, 0);
-      if (FLIGHT < STAGES && asked++ >= FLIGHT) {
+#pragma unroll 1
+      for (; under_way >= most; --under_way) {
         mbarrier_wait(full + 8 * landing.stage, landing.parity);
         landing.advance();
       }
+      ++under_way;
       const u32 barrier = full + 8 * place.stage;
       const int rows = __popc(__ballot_sync(FULL_MASK, piece.has));
       if (lane == 0) mbarrier_expect(barrier, (piece.bytes + piece.scale_bytes) * rows);

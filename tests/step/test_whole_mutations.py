@@ -28,7 +28,7 @@ BUGS = (
     Bug("rows gathered where attention is not over", K,
         "angles, meet);\n      meet();", "angles, meet);", by="race", **SMALL),
     Bug("rows multiplied before they are there", K,
-        ": at.inner, k, tag);\n    }\n    meet();", ": at.inner, k, tag);\n    }", by="race",
+        ": at.inner(), k, tag);\n    }\n    meet();", ": at.inner(), k, tag);\n    }", by="race",
         **SMALL),
     Bug("words taken as they are", T + "exchange.cuh", "while (!all);", "while (false);",
         by="numbers", **SMALL),
