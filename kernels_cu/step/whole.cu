@@ -230,7 +230,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   const u32 factors = rows + ROOM - ASIDE + round_up<int>(products * sizeof(Product<elem_t>), 16);
   const Rows taken(statistics, rows, factors, m);
   Sums sums_of(ring, sums, m);
-  Wanted wanted[Sums::EACH] = {};
   Largest best[Sums::EACH];
 
   // 1. Embedding.
@@ -252,6 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
 
     const typename Sums::Work work(sums_of, own, k, halves);
     const elem_t* const bias = own.bias;
+    Wanted wanted[Sums::EACH] = {};
     const auto before = [&](int i, int row, int column) {
       wanted[i].x = bias_at(bias, column);
       if (halves) wanted[i].y = bias_at(bias, model.mlp + column);
