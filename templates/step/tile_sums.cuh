@@ -108,11 +108,12 @@ struct TileSums {
       const int own = Quotient::of(i >> work.of_stage, work.inverse), part = i - own * parts,
                 at = part * COLUMNS;
       const int outputs = min(1 << work.log2, work.outputs - (own << work.log2));
-      if (pending >= 0 && own >= pending + DELAY) {
+      const bool adds = part == parts - 1 - own % warps;  // this tile up
+      if (pending >= 0 && (adds || own >= pending + DELAY)) {
         add_up(work, pending, halves, after);
         pending = -1;
       }
-      if (part == parts - 1 - own % warps) {  // this warp will add up
+      if (adds) {
         if (i != expected) work.each(own, m, before);
         pending = own;
       }
