@@ -35,6 +35,12 @@ def replacement(module: Any) -> tuple[str, Forward] | None:
     return None
 
 
+def is_ours(forward: Any) -> bool:
+    """Whether a module's forward is a replacement of this package."""
+    made = getattr(forward, "func", None)
+    return getattr(made, "__module__", "").startswith("fkjit.")
+
+
 def floating(*arrays: Any) -> bool:
     """Whether arrays, without those that are None, have one dtype that kernels take."""
     torch = torch_ops.torch_seen()
@@ -62,7 +68,10 @@ def _layout(module: Any) -> str | None:
 
 
 def _product(module: Any, layout: Any, x: Any, activation: str | None = None) -> Any:
-    return linear(x, module.weight, module.bias, activation=activation, weight_layout=layout)
+    weight = module.weight
+    if layout == "kn" and weight.stride(0) == 1:  # as `joined` leaves it
+        weight, layout = weight.t(), "nk"
+    return linear(x, weight, module.bias, activation=activation, weight_layout=layout)
 
 
 def _gated_mlp(module: Any) -> tuple[str, Forward] | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any, NamedTuple
 
 from fkjit.errors import ArgumentTypeError, ParameterError
-from fkjit.models import experts, hf_attention, routers
+from fkjit.models import experts, generation, hf_attention, hf_calls, joined, routers
 from fkjit.models.modules import Forward, replacement
 
 _STATE = "_fkjit_patch"
@@ -14,17 +15,20 @@ _STATE = "_fkjit_patch"
 
 class Report(NamedTuple):
     """replaced: (module's name, kind) of each; left: (module's name, class) of those with
-    parameters of their own that compute as before; attention: whether it goes through fkjit."""
+    parameters of their own that compute as before; attention: whether it goes through fkjit;
+    generate: whether `generate` has a decode loop of fkjit's for calls that it knows."""
 
     replaced: tuple[tuple[str, str], ...]
     left: tuple[tuple[str, str], ...]
     attention: bool
+    generate: bool = False
 
     def __str__(self) -> str:
         kinds = Counter(kind for _, kind in self.replaced)
         classes = Counter(name for _, name in self.left)
         said = [f"{n} {kind}" for kind, n in kinds.items()]
         said += ["attention"] if self.attention else []
+        said += ["generate"] if self.generate else []
         left = [f"{n} {name}" for name, n in classes.items()]
         left += [] if self.attention else ["attention"]
         return f"replaced: {', '.join(said) or 'nothing'}; left: {', '.join(left) or 'nothing'}"
@@ -69,7 +73,11 @@ def patch(model: Any, *, attention: bool = True) -> Report:
         for name, module in modules.items()
         if name not in found and next(module.parameters(recurse=False), None) is not None
     )
-    report = Report(replaced, left, attention)
+    joined.join(model)
+    decodes = attention and hf_calls.model_config(model) is not None
+    if decodes:
+        model.generate = partial(generation.generate, model, generation.Engines())
+    report = Report(replaced, left, attention, decodes)
     model.__dict__[_STATE] = _State(report, before, tuple(modules[name] for name in found))
     return report
 
@@ -87,6 +95,8 @@ def unpatch(model: Any) -> None:
         return
     for module in state.modules:
         module.__dict__.pop("forward", None)
+    model.__dict__.pop("generate", None)
+    joined.part(model)
     if state.report.attention:
         model.set_attn_implementation(state.implementation)
 
