@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fkjit.errors import ArgumentTypeError, ParameterError
-from fkjit.models import experts, generation, hf_attention, hf_calls, joined, routers
+from fkjit.models import blocks, experts, generation, hf_attention, hf_calls, joined, routers
 from fkjit.models.modules import Forward, replacement
 
 _STATE = "_fkjit_patch"
@@ -62,7 +62,8 @@ def patch(model: Any, *, attention: bool = True) -> Report:
     found = {
         name: replaced
         for name, module in model.named_modules()
-        if "forward" not in module.__dict__ and (replaced := _replacement(module)) is not None
+        if "forward" not in module.__dict__
+        and (replaced := _replacement(module, attention)) is not None
     }
     modules = dict(model.named_modules())
     for name, (_, forward) in found.items():
@@ -82,8 +83,9 @@ def patch(model: Any, *, attention: bool = True) -> Report:
     return report
 
 
-def _replacement(module: Any) -> tuple[str, Forward] | None:
-    finders = (replacement, experts.replacement, routers.replacement)
+def _replacement(module: Any, attention: bool) -> tuple[str, Forward] | None:
+    finders = [replacement, experts.replacement, routers.replacement]
+    finders += [blocks.replacement] if attention else []
     return next((found for find in finders if (found := find(module)) is not None), None)
 
 
