@@ -7,9 +7,9 @@ loss and compiler:
     sdpa      scaled_dot_product_attention
     compile   sdpa under torch.compile
     patch     fkjit.models.patch
-    fkjit     the same, and fkjit.models.linear_cross_entropy in place of the head and the loss
+    fkjit     the same with loss=True: linear_cross_entropy in place of the head and the loss
     graph     fkjit's whole step, with the optimizer, as one CUDA graph
-    compiled  fkjit's step, its layers under torch.compile
+    compiled  fkjit's model under torch.compile
 
 The learning rate rises over the first steps: without that GPT-2's loss jumps now and then, at
 another step with each way to round.
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import transformers
 
-from fkjit.models import linear_cross_entropy, patch
+from fkjit.models import patch
 from fkjit.models.config import fields_of
 
 CANDIDATES = ("eager", "sdpa", "compile", "patch", "fkjit", "graph")
@@ -32,7 +32,6 @@ _OURS = ("fkjit", "graph", "compiled")
 _EAGER_STEPS = 3  # before a graph is captured
 _KINDS, _NOISE = 512, 0.1  # of tokens; how often one follows that does not have to
 _NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0)
-_IGNORED = -100
 
 
 def built(config: Any, attention: str, dtype: Any, device: Any, seed: int = 0) -> Any:
@@ -53,14 +52,11 @@ class Training:
     def __init__(self, candidate: str, config: Any, dtype: Any, device: Any) -> None:
         attention = "eager" if candidate == "eager" else "sdpa"
         self.model = built(config, attention, dtype, device)
-        self.fused, self._captures = candidate in _OURS, candidate == "graph"
-        if candidate == "patch" or self.fused:
-            patch(self.model)
-        compiles = candidate == "compile"
+        self._captures = candidate == "graph"
+        if candidate == "patch" or candidate in _OURS:
+            patch(self.model, loss=candidate in _OURS)
+        compiles = candidate in ("compile", "compiled")
         self._forward = torch.compile(self.model) if compiles else self.model
-        self._base = self.model.base_model
-        if candidate == "compiled":
-            self._base = torch.compile(self._base)
         self._rate = torch.tensor(RATE, device=device)
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=self._rate, fused=True, capturable=self._captures
@@ -69,12 +65,7 @@ class Training:
 
     def loss(self, tokens: Any) -> Any:
         """Of the next token of each; tokens: [batch, length] int64."""
-        if not self.fused:
-            return self._forward(input_ids=tokens, labels=tokens).loss
-        hidden = self._base(input_ids=tokens).last_hidden_state
-        nexts = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=_IGNORED)
-        head = self.model.get_output_embeddings().weight
-        return linear_cross_entropy(hidden.flatten(0, 1), head, nexts.flatten())
+        return self._forward(input_ids=tokens, labels=tokens).loss
 
     def step(self, tokens: Any) -> Any:
         """The loss before the step, a tensor."""

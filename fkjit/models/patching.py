@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fkjit.errors import ArgumentTypeError, ParameterError
-from fkjit.models import blocks, experts, generation, hf_attention, hf_calls, joined, routers
+from fkjit.models import blocks, causal_lm, experts, generation, hf_attention, hf_calls, joined, routers
 from fkjit.models.modules import Forward, replacement
 
 _STATE = "_fkjit_patch"
@@ -40,13 +40,16 @@ class _State(NamedTuple):
     modules: tuple[Any, ...]
 
 
-def patch(model: Any, *, attention: bool = True) -> Report:
+def patch(model: Any, *, attention: bool = True, loss: bool = False) -> Report:
     """Let fkjit's kernels compute what they can of a Hugging Face model, in place.
 
     Args:
         model: a transformers.PreTrainedModel, fp16, bf16 or fp32, on one device. Parameters,
             `generate`, caches and gradients stay what they are.
         attention: False leaves the model's attention implementation as it is.
+        loss: True, of the models that `generate` is for: a forward pass with labels whose loss
+            wants gradients makes it without the logits of all tokens, by `linear_cross_entropy`;
+            its result then has None for `logits`. Under torch.no_grad() it has them as before.
 
     Returns: what was replaced and what was left. Of a model that is patched already: the report of
     that time, and nothing is done.
@@ -65,6 +68,8 @@ def patch(model: Any, *, attention: bool = True) -> Report:
         if "forward" not in module.__dict__
         and (replaced := _replacement(module, attention)) is not None
     }
+    if loss and (replaced := causal_lm.replacement(model)) is not None:
+        found[""] = replaced
     modules = dict(model.named_modules())
     for name, (_, forward) in found.items():
         modules[name].forward = forward
