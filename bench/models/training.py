@@ -23,13 +23,12 @@ from typing import Any
 import torch
 import transformers
 
-from fkjit.models import patch
+from fkjit.models import CapturedStep, patch
 from fkjit.models.config import fields_of
 
 CANDIDATES = ("eager", "sdpa", "compile", "patch", "fkjit", "graph")
 RATE, WARM_UP = 3e-4, 50  # steps
 _OURS = ("fkjit", "graph", "compiled")
-_EAGER_STEPS = 3  # before a graph is captured
 _KINDS, _NOISE = 512, 0.1  # of tokens; how often one follows that does not have to
 _NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0)
 
@@ -52,46 +51,27 @@ class Training:
     def __init__(self, candidate: str, config: Any, dtype: Any, device: Any) -> None:
         attention = "eager" if candidate == "eager" else "sdpa"
         self.model = built(config, attention, dtype, device)
-        self._captures = candidate == "graph"
+        captures = candidate == "graph"
         if candidate == "patch" or candidate in _OURS:
             patch(self.model, loss=candidate in _OURS)
         compiles = candidate in ("compile", "compiled")
         self._forward = torch.compile(self.model) if compiles else self.model
         self._rate = torch.tensor(RATE, device=device)
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=self._rate, fused=True, capturable=self._captures
+            self.model.parameters(), lr=self._rate, fused=True, capturable=captures
         )
-        self._steps, self._graph = 0, None
-
-    def loss(self, tokens: Any) -> Any:
-        """Of the next token of each; tokens: [batch, length] int64."""
-        return self._forward(input_ids=tokens, labels=tokens).loss
+        self._steps = 0
+        self._run = CapturedStep(self.model, self._optimizer) if captures else self._eager
 
     def step(self, tokens: Any) -> Any:
-        """The loss before the step, a tensor."""
+        """The loss before the step, a tensor. tokens: [batch, length] int64."""
         self._steps += 1
         self._rate.fill_(RATE * min(1.0, self._steps / WARM_UP))
-        if not self._captures:
-            return self._eager(tokens)
-        if self._steps <= _EAGER_STEPS:  # on a stream of its own, as PyTorch asks for
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                found = self._eager(tokens)
-            torch.cuda.current_stream().wait_stream(side)
-            return found
-        if self._graph is None:
-            self._tokens, self._graph = tokens.clone(), torch.cuda.CUDAGraph()
-            self._optimizer.zero_grad(set_to_none=True)
-            with torch.cuda.graph(self._graph):
-                self._loss = self._eager(self._tokens)
-        self._tokens.copy_(tokens)
-        self._graph.replay()
-        return self._loss.clone()
+        return self._run(input_ids=tokens, labels=tokens)
 
-    def _eager(self, tokens: Any) -> Any:
+    def _eager(self, **tensors: Any) -> Any:
         self._optimizer.zero_grad(set_to_none=True)
-        loss = self.loss(tokens)
+        loss = self._forward(**tensors).loss
         loss.backward()
         self._optimizer.step()
         return loss.detach()

@@ -176,7 +176,7 @@ def _fake_gradient(
 def norm_and_stream(x: Any, weight: Any, bias: Any, eps: float, op: str) -> tuple[Any, Any]:
     """(the norm of x, x) of torch tensors, by "rms_norm" or "layer_norm": what goes on with the
     residual stream x takes the second one, and its gradient is added by the norm's own kernel."""
-    if not torch_ops.wants_grad((x, weight, bias)):
+    if torch_ops.compiling() or not torch_ops.wants_grad((x, weight, bias)):
         act = rms_norm(x, weight, eps) if op == "rms_norm" else layer_norm(x, weight, bias, eps)
         return act, x
     return _streamed(op)((x, weight, bias, None), (eps, 0.0))
