@@ -22,13 +22,14 @@ def replacement(module: Any) -> tuple[str, Forward] | None:
         return None
     if model_config(module) is None:
         return None
-    forward = partial(_forward, module)
+    result = import_module("transformers.modeling_outputs").CausalLMOutputWithPast
+    forward = partial(_forward, module, result)
     # transformers reads the names of what a forward takes.
     forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
     return "loss", forward
 
 
-def _forward(module: Any, *args: Any, **named: Any) -> Any:
+def _forward(module: Any, result: Any, *args: Any, **named: Any) -> Any:
     """transformers' own, unless a gradient is wanted of a loss: then `logits` of the result is
     None."""
     torch = torch_ops.torch_seen()
@@ -51,8 +52,7 @@ def _forward(module: Any, *args: Any, **named: Any) -> Any:
         logits, loss = None, _loss(hidden, head.weight, labels, **others)
     kept = {name: getattr(made, name) for name in ("past_key_values", "hidden_states",
                                                   "attentions")}  # fmt: skip
-    outputs = import_module("transformers.modeling_outputs")
-    return outputs.CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
+    return result(loss=loss, logits=logits, **kept)
 
 
 def _loss(
