@@ -91,10 +91,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
   // 1. Both are known: exp(x) / sum = 2^(x log2 e - normal).
   const i64 place = target[blockIdx.x];
-  const float normal = all.level() * LOG2E + log2f(all.sum);
+  const float bits = log2f(all.sum), normal = fmaf(all.level(), LOG2E, bits);
   if (threadIdx.x == 0) {
     const bool exists = place >= 0 && place < columns;
-    loss[blockIdx.x] = exists ? normal / LOG2E - row[place] : __uint_as_float(0x7fc00000u);
+    loss[blockIdx.x] = exists ? all.level() - row[place] + bits / LOG2E : __uint_as_float(0x7fc00000u);
   }
   if (gradient == nullptr) return;
   gradient += static_cast<i64>(blockIdx.x) * wide;
