@@ -48,11 +48,11 @@ struct Running {
 #pragma unroll
       for (int k = 0; k < SIZE; ++k) most = fmaxf(most, x[i].get(k));
     raise(most);
-    const float down = -level() * LOG2E;
+    const float against = level();
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i)
 #pragma unroll
-      for (int k = 0; k < SIZE; ++k) sum += exp2_fast(fmaf(x[i].get(k), LOG2E, down));
+      for (int k = 0; k < SIZE; ++k) sum += exp2_fast((x[i].get(k) - against) * LOG2E);
   }
 };
 
@@ -89,12 +89,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (found.top > NEG_INFINITY) found.raise(all.top);
   all.sum = block_reduce<THREADS>(found.sum, warps[1], Sum());
 
-  // 1. Both are known: exp(x) / sum = 2^(x log2 e - normal).
+  // 1. Both are known: exp(x) / sum = 2^((x - top) log2 e - bits).
   const i64 place = target[blockIdx.x];
-  const float bits = log2f(all.sum), normal = fmaf(all.level(), LOG2E, bits);
+  const float against = all.level(), bits = log2f(all.sum);
   if (threadIdx.x == 0) {
     const bool exists = place >= 0 && place < columns;
-    loss[blockIdx.x] = exists ? all.level() - row[place] + bits / LOG2E : __uint_as_float(0x7fc00000u);
+    const float found = exists ? against - row[place] : __uint_as_float(0x7fc00000u);
+    loss[blockIdx.x] = found + bits / LOG2E;
   }
   if (gradient == nullptr) return;
   gradient += static_cast<i64>(blockIdx.x) * wide;
@@ -112,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       float made[SIZE];
 #pragma unroll
       for (int k = 0; k < SIZE; ++k)
-        made[k] = exp2_fast(fmaf(x[i].get(k), LOG2E, -normal)) - (column + k == place);
+        made[k] = exp2_fast(fmaf(x[i].get(k) - against, LOG2E, -bits)) - (column + k == place);
       store_four(gradient + column, made);
     }
   }
