@@ -51,19 +51,20 @@ def gated_mlp(module: Any, activation: str, x: Any, residual: Any = None) -> Any
 def _gated_forward(inputs: Tensors, options: Any) -> tuple[Tensors, Tensors]:
     (x, _, _, down, residual), (both, activation) = inputs, options
     inner, pre = gated_with_pre(x, both, activation)
-    return (linear(inner, down, residual=residual),), (x, both, down, inner, pre)
+    return (linear(inner, down, residual=residual),), (x, both, down, pre)
 
 
 def _gated_backward(saved: Tensors, gradients: Tensors, needed: Tensors, options: Any) -> Tensors:
-    (x, both, down, inner, pre), (_, activation) = saved, options
+    """The kernel of the activation makes again what the last product was of: it is the half of what
+    would have to be kept."""
+    (x, both, down, pre), (_, activation) = saved, options
     dy = lined(gradients[0])
-    dinner, ddown, _ = of_product(dy, inner, down, True, needed[3], False)
-    dinner, pre = dinner.flatten(0, -2), pre.flatten(0, -2)
-    dz = ACTIVATION((dinner, pre, both), (), (activation, True, True, False))
-    dz = dz[0] if isinstance(dz, tuple) else dz
-    dx, dboth, _ = of_product(dz, x.flatten(0, -2), both, needed[0], needed[1] or needed[2], False)
+    rows, pre = dy.flatten(0, -2), pre.flatten(0, -2)
+    dinner = linear(rows, down, weight_layout="kn")
+    dz, inner = ACTIVATION((dinner, pre, both), (), (activation, True, True, False, True))
+    ddown = linear(rows.t(), inner.t()) if needed[3] else None
+    dx, dboth, _ = of_product(dz, x, both, needed[0], needed[1] or needed[2], False)
     dgate, dup = (None, None) if dboth is None else dboth.chunk(2)
-    dx = None if dx is None else dx.view(x.shape)
     return dx, dgate, dup, ddown, gradients[0] if needed[4] else None
 
 

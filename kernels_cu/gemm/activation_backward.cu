@@ -3,6 +3,7 @@
      dz    = dy * act'(z)                                   with GATE, of z = gate | up:
              dy * up * act'(gate) | dy * act(gate)
      dbias = column sums of dz
+     y     = act(gate) * up, the result itself, for who did not keep it: with GATE alone
 
    A block has the columns of THREADS vectors. Its GROUPS of threads have a row each, and the block
    every gridDim.y-th of so many: a thread keeps its columns in all its rows, so that their sums stay
@@ -41,11 +42,11 @@ __device__ __forceinline__ float2 slopes(float dy, float gate, float up) {
   return {dy * up * activation_t::slope(gate), dy * activation_t::value(gate)};
 }
 
-// dy and z of a row -> dz and, with GATE, d_up.
+// dy and z of a row -> dz and, with GATE, d_up and y.
 __device__ __forceinline__ void differentiate(Columns<elem_t>& dz, Columns<elem_t>& d_up,
-                                              Columns<float>& sums, Columns<float>& up_sums,
-                                              Columns<out_t>& dy, Columns<elem_t>& z,
-                                              Columns<elem_t>& up) {
+                                              Columns<elem_t>& y, Columns<float>& sums,
+                                              Columns<float>& up_sums, Columns<out_t>& dy,
+                                              Columns<elem_t>& z, Columns<elem_t>& up) {
 #pragma unroll
   for (int pair = 0; pair < PAIRS; ++pair) {
     const float2 g = dy.get(0, pair), at = z.get(0, pair), sum = sums.get(0, pair);
@@ -55,6 +56,7 @@ __device__ __forceinline__ void differentiate(Columns<elem_t>& dz, Columns<elem_
       const float2 a = slopes(g.x, at.x, u.x), b = slopes(g.y, at.y, u.y);
       made = {a.x, b.x};
       d_up.set(0, pair, a.y, b.y);
+      y.set(0, pair, activation_t::value(at.x) * u.x, activation_t::value(at.y) * u.y);
       up_sums.set(0, pair, up_sum.x + a.y, up_sum.y + b.y);
     } else if (!PLAIN) {
       made = {slope(g.x, at.x), slope(g.y, at.y)};
@@ -108,6 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, 4 / GROUPS)
         const elem_t* __restrict__ pre,  // [m, n], or [m, 2 n] with GATE: contiguous; null if PLAIN
         elem_t* __restrict__ dz,         // as pre, or null
         elem_t* __restrict__ dbias,      // [n], or [2 n]; or null
+        elem_t* __restrict__ y,          // [m, n], or null
         float* workspace,                // partials [gridDim.y, n or 2 n], where there is a dbias
         u32* counters,                   // [gridDim.x], all 0
         const i64 dy_stride, const int m, const int n) {
@@ -133,9 +136,10 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, 4 / GROUPS)
     for (int i = 0; i < AT_ONCE; ++i) {
       const int row = first + i * step;
       if (row >= m) break;
-      Columns<elem_t> made, d_up;
+      Columns<elem_t> made, d_up, again;
       const i64 place = row * wide + skip;
-      differentiate(made, d_up, sums, up_sums, given[i], z[i], up[i]);
+      differentiate(made, d_up, again, sums, up_sums, given[i], z[i], up[i]);
+      if (GATE && y != nullptr) again.store(y + row * static_cast<i64>(n) + skip, thread, here);
       if (dz == nullptr) continue;
       made.store(dz + place, thread, here);
       if (GATE) d_up.store(dz + place + n, thread, here);

@@ -4,10 +4,10 @@
      gradient[r, v] = exp(logits[r, v]) / that sum - (v == target[r]),  rounded once
 
    A block has a row and goes over it twice: for its maximum and its sum, which each thread keeps of
-   its own columns and raises once for UNROLL accesses; and, where there is a gradient, back from the
-   end, where the row is still in L2. A row has `wide` columns of which `columns` are logits: the
-   gradient of those behind them is 0. A target that is none of them makes the loss NaN. Sums are
-   fp32, in the same order at every call. Every architecture. */
+   its own columns and raises once for UNROLL accesses; and, where there is a gradient, back from
+   the end, where the row is still in L2. A row has `wide` columns of which `columns` are logits:
+   the gradient of those behind them is 0. A target that is none of them makes the loss NaN. Sums
+   are fp32, in the same order at every call. Every architecture. */
 #include "prelude.cuh"
 #include "ptx/math.cuh"
 #include "ptx/pdl.cuh"
