@@ -40,9 +40,9 @@ def built(config: Any, attention: str, dtype: Any, device: Any, seed: int = 0) -
     said = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     said._attn_implementation = attention
     torch.manual_seed(seed)
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(said)
-    return model.to(dtype).train()
+    with torch.device(device):  # of that dtype from the start: `to` would round RoPE's frequencies
+        model = transformers.AutoModelForCausalLM.from_config(said, dtype=dtype)
+    return model.train()
 
 
 class Training:

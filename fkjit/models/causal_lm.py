@@ -7,7 +7,9 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from fkjit.models.config import ModelConfig
 from fkjit.models.gated import plain_products
+from fkjit.models.hf_attention import NAME, causal_mask
 from fkjit.models.hf_calls import model_config
 from fkjit.models.loss import linear_cross_entropy
 from fkjit.models.modules import Forward
@@ -20,16 +22,19 @@ def replacement(module: Any) -> tuple[str, Forward] | None:
     """(kind, forward) of a model with a head that `linear_cross_entropy` knows; None of others."""
     if not hasattr(module, "lm_head") or not hasattr(module, "config"):
         return None
-    if model_config(module) is None:
+    config = model_config(module)
+    if config is None:
         return None
     result = import_module("transformers.modeling_outputs").CausalLMOutputWithPast
-    forward = partial(_forward, module, result)
+    forward = partial(_forward, module, config, result)
     # transformers reads the names of what a forward takes.
     forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
     return "loss", forward
 
 
-def _forward(module: Any, result: Any, *args: Any, **named: Any) -> Any:
+def _forward(
+    module: Any, config: ModelConfig, result: Any, *args: Any, **named: Any
+) -> Any:  # fmt: skip
     """transformers' own, unless a gradient is wanted of a loss: then `logits` of the result is
     None."""
     torch = torch_ops.torch_seen()
@@ -40,6 +45,8 @@ def _forward(module: Any, result: Any, *args: Any, **named: Any) -> Any:
     if not wanted or not (module.config.return_dict if dictionary is None else dictionary):
         return type(module).forward(module, *args, **named)
     passed = {name: x for name, x in said.items() if name not in ("self", "labels", "kwargs")}
+    if _is_causal(module, config, passed):
+        passed["attention_mask"] = causal_mask(labels)
     made = module.base_model(**{**passed, **others})
     hidden = made.last_hidden_state
     head = module.lm_head
@@ -53,6 +60,16 @@ def _forward(module: Any, result: Any, *args: Any, **named: Any) -> Any:
     kept = {name: getattr(made, name) for name in ("past_key_values", "hidden_states",
                                                   "attentions")}  # fmt: skip
     return result(loss=loss, logits=logits, **kept)
+
+
+def _is_causal(module: Any, config: ModelConfig, passed: dict[str, Any]) -> bool:
+    """Whether every token sees all before it, of a sequence that begins with the call."""
+    if module.config._attn_implementation != NAME or passed.get("input_ids") is None:
+        return False
+    if any(passed.get(n) is not None for n in ("attention_mask", "position_ids", "past_key_values")):
+        return False
+    length = passed["input_ids"].shape[1]
+    return all(seen is None or length <= seen for seen in config.windows)
 
 
 def _loss(

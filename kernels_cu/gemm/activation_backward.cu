@@ -31,6 +31,7 @@ constexpr int SIZE = 8, PAIRS = SIZE / 2;  // columns of a thread
 constexpr int UNDERWAY = 8;                // rows of partials
 constexpr bool WORDS = sizeof(elem_t) == 4 || sizeof(out_t) == 4;
 constexpr int AT_ONCE = (GATE ? 2 : 4) / (WORDS || !VECTOR ? 2 : 1);  // rows of dy and z
+constexpr int RESIDENT = GATE && WORDS && !VECTOR ? 3 : 4;  // groups that share a multiprocessor
 static_assert(!(GATE && PLAIN), "a gate's gradients need z");
 
 template <typename T>
@@ -42,11 +43,11 @@ __device__ __forceinline__ float2 slopes(float dy, float gate, float up) {
   return {dy * up * activation_t::slope(gate), dy * activation_t::value(gate)};
 }
 
-// dy and z of a row -> dz and, with GATE, d_up and y.
+// dy and z of a row -> dz and, with GATE, d_up and, in place of up, y.
 __device__ __forceinline__ void differentiate(Columns<elem_t>& dz, Columns<elem_t>& d_up,
-                                              Columns<elem_t>& y, Columns<float>& sums,
-                                              Columns<float>& up_sums, Columns<out_t>& dy,
-                                              Columns<elem_t>& z, Columns<elem_t>& up) {
+                                              Columns<float>& sums, Columns<float>& up_sums,
+                                              Columns<out_t>& dy, Columns<elem_t>& z,
+                                              Columns<elem_t>& up) {
 #pragma unroll
   for (int pair = 0; pair < PAIRS; ++pair) {
     const float2 g = dy.get(0, pair), at = z.get(0, pair), sum = sums.get(0, pair);
@@ -56,7 +57,7 @@ __device__ __forceinline__ void differentiate(Columns<elem_t>& dz, Columns<elem_
       const float2 a = slopes(g.x, at.x, u.x), b = slopes(g.y, at.y, u.y);
       made = {a.x, b.x};
       d_up.set(0, pair, a.y, b.y);
-      y.set(0, pair, activation_t::value(at.x) * u.x, activation_t::value(at.y) * u.y);
+      up.set(0, pair, activation_t::value(at.x) * u.x, activation_t::value(at.y) * u.y);
       up_sums.set(0, pair, up_sum.x + a.y, up_sum.y + b.y);
     } else if (!PLAIN) {
       made = {slope(g.x, at.x), slope(g.y, at.y)};
@@ -104,7 +105,7 @@ __device__ __forceinline__ void add_up(elem_t* dbias, const float* partials, i64
   made.store(dbias, thread, columns);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, 4 / GROUPS)
+extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, (RESIDENT + GROUPS - 1) / GROUPS)
     linear_activation_backward(
         const out_t* __restrict__ dy,    // [m, n]
         const elem_t* __restrict__ pre,  // [m, n], or [m, 2 n] with GATE: contiguous; null if PLAIN
@@ -136,10 +137,10 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, 4 / GROUPS)
     for (int i = 0; i < AT_ONCE; ++i) {
       const int row = first + i * step;
       if (row >= m) break;
-      Columns<elem_t> made, d_up, again;
+      Columns<elem_t> made, d_up;
       const i64 place = row * wide + skip;
-      differentiate(made, d_up, again, sums, up_sums, given[i], z[i], up[i]);
-      if (GATE && y != nullptr) again.store(y + row * static_cast<i64>(n) + skip, thread, here);
+      differentiate(made, d_up, sums, up_sums, given[i], z[i], up[i]);
+      if (GATE && y != nullptr) up[i].store(y + row * static_cast<i64>(n) + skip, thread, here);
       if (dz == nullptr) continue;
       made.store(dz + place, thread, here);
       if (GATE) d_up.store(dz + place + n, thread, here);

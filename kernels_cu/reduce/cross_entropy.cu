@@ -1,7 +1,7 @@
 /* The cross-entropy of rows of logits, and its gradient:
 
      loss[r]        = log(sum over v of exp(logits[r, v])) - logits[r, target[r]]
-     gradient[r, v] = exp(logits[r, v]) / that sum - (v == target[r]),  rounded once
+     gradient[r, v] = factor[r] * (exp(logits[r, v]) / that sum - (v == target[r])), rounded once
 
    A block has a row and goes over it twice: for its maximum and its sum, which each thread keeps of
    its own columns and raises once for UNROLL accesses; and, where there is a gradient, back from
@@ -69,6 +69,7 @@ __device__ __forceinline__ void store_four(elem_t* target, const float (&x)[SIZE
 extern "C" __global__ void __launch_bounds__(THREADS)
     cross_entropy(const float* __restrict__ logits,  // [rows, wide]
                   const i64* __restrict__ target,    // [rows], from 0 up to columns
+                  const float* __restrict__ factor,  // [rows]
                   float* __restrict__ loss,          // [rows]
                   elem_t* __restrict__ gradient,     // [rows, wide] or null
                   const int columns, const int wide) {
@@ -99,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   if (gradient == nullptr) return;
   gradient += static_cast<i64>(blockIdx.x) * wide;
+  const float scale = factor[blockIdx.x];
   const int last = (wide / SIZE - 1 - threadIdx.x) * SIZE;
   for (int first = last; first >= 0; first -= UNROLL * THREADS * SIZE) {
     Vector<float> x[UNROLL];
@@ -113,7 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       float made[SIZE];
 #pragma unroll
       for (int k = 0; k < SIZE; ++k)
-        made[k] = exp2_fast(fmaf(x[i].get(k) - against, LOG2E, -bits)) - (column + k == place);
+        made[k] = scale * (exp2_fast(fmaf(x[i].get(k) - against, LOG2E, -bits)) -
+                           (column + k == place));
       store_four(gradient + column, made);
     }
   }

@@ -30,7 +30,8 @@ def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
     nothing may depend on."""
     logits = (8 * rng.standard_normal((p["rows"], p["wide"]))).astype(np.float32)
     logits[:, p["columns"] :] = 1e4
-    return {"logits": logits, "target": rng.integers(0, p["columns"], p["rows"])}
+    target, factor = rng.integers(0, p["columns"], p["rows"]), rng.uniform(0.5, 2, p["rows"])
+    return {"logits": logits, "target": target, "factor": factor.astype(np.float32)}
 
 
 def _outputs(params: Params, p: Problem) -> Arrays:
@@ -52,7 +53,7 @@ def reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
         made = np.zeros((p["rows"], p["wide"]))
         made[:, : p["columns"]] = np.exp(x - normal)
         made[rows, target] -= 1
-        found["gradient"] = made
+        found["gradient"] = made * np.asarray(arrays["factor"]).astype(np.float64)[:, None]
     return found
 
 

@@ -15,22 +15,25 @@ _CALL = "cross_entropy"
 EVEN = 8  # columns of a row are a multiple of it
 
 
-def cross_entropy(logits: Any, target: Any, columns: int, gradient: Any = None) -> Any:
+def cross_entropy(
+    logits: Any, target: Any, factor: Any, columns: int, gradient: Any = None
+) -> Any:
     """fp32 [rows]: the losses of rows of logits; their gradients go into `gradient`.
 
     Args:
         logits: fp32 [rows, wide], contiguous, wide a multiple of 8.
         target: int64 [rows], from 0 up to `columns`.
+        factor: fp32 [rows], of the gradients.
         columns: of a row that are logits; the gradient of the others is 0.
         gradient: [rows, wide], contiguous, fp16, bf16 or fp32; None: it is not wanted.
     """
-    return _OP((logits, target), (None, gradient), (columns,))
+    return _OP((logits, target, factor), (None, gradient), (columns,))
 
 
 def _check(views: Mapping[str, View | None], columns: int) -> Request:
     """Arrays are our own."""
-    logits, target, gradient = views["logits"], views["target"], views["gradient"]
-    assert logits is not None and target is not None
+    logits, gradient = views["logits"], views["gradient"]
+    assert logits is not None
     rows, wide = logits.shape
     dtype = "fp32" if gradient is None else gradient.dtype
     check_output(_CALL, gradient, (rows, wide), dtype, "gradient")
@@ -41,11 +44,11 @@ def _check(views: Mapping[str, View | None], columns: int) -> Request:
     outputs = {"loss": Output((rows,), "fp32"),
                "gradient": gradient and Output((rows, wide), dtype, gradient, False)}  # fmt: skip
     launches = (Launch(ROWS, params, problem),) if rows else ()
-    return Request({"logits": logits, "target": target}, outputs, launches)
+    return Request({name: views[name] for name in _INPUTS}, outputs, launches)
 
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    named = {name: arrays.get(name) for name in ("logits", "target", "loss", "gradient")}
+    named = {name: arrays.get(name) for name in (*_INPUTS, "loss", "gradient")}
     return {**named, "columns": problem["columns"], "wide": problem["wide"]}
 
 
@@ -55,6 +58,7 @@ def _traffic(problem: Problem) -> float:
     return float(problem["rows"] * problem["wide"] * each)
 
 
+_INPUTS = ("logits", "target", "factor")
 _TUNED: dict[str, Any] = {"threads": 512, "unroll": 4}
 
 ROWS = register(
@@ -79,6 +83,4 @@ ROWS = register(
     )
 )
 
-_OP = Op(
-    _CALL, inputs=("logits", "target"), outputs=("loss", "gradient"), check=_check,
-)  # fmt: skip
+_OP = Op(_CALL, inputs=_INPUTS, outputs=("loss", "gradient"), check=_check)
