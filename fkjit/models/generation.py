@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from fkjit.models import hf_calls
@@ -82,14 +83,20 @@ def _sample(
             streamer=out, **model_kwargs,
         )  # fmt: skip
     engine = engines.of(model, config, input_ids.shape[0], length)
+    kept: dict[str, list[Any]] = {name: [] for name in call.kept}
     try:
-        chosen = _looked_at if call.sampling is None else _in_graph
-        made = chosen(engine, call, input_ids, out)
+        if call.sampling is None:
+            made = _looked_at(engine, call, input_ids, out, kept)
+        else:
+            made = _in_graph(engine, call, input_ids, out)
     finally:
         engine.clear()
     if out is not None:
         out.end()
-    return made
+    if not generation_config.return_dict_in_generate:
+        return made
+    result = import_module("transformers.generation.utils").GenerateDecoderOnlyOutput
+    return result(sequences=made, **{name: tuple(found) for name, found in kept.items()})
 
 
 def _in_graph(engine: Engine, call: Call, input_ids: Any, out: Any) -> Any:
@@ -131,14 +138,19 @@ def _padded(made: Any, call: Call) -> Any:
     return made.masked_fill(behind, call.pad)
 
 
-def _looked_at(engine: Engine, call: Call, input_ids: Any, out: Any) -> Any:
+def _looked_at(
+    engine: Engine, call: Call, input_ids: Any, out: Any, kept: dict[str, list[Any]]
+) -> Any:
     """transformers' objects process each step's logits, choose and stop. The next step runs while
     the host waits to hear whether that was the last one."""
     torch = torch_ops.torch_seen()
-    logits, scores = engine.start(call.prompts, call.new, None), None
+    logits = engine.start(call.prompts, call.new, None)
     left = torch.ones(input_ids.shape[0], dtype=torch.int64, device=input_ids.device)
     for step in range(1, call.new + 1):
-        scores = call.processors(input_ids, logits.clone())
+        logits = logits.clone()  # the next step's come in their place
+        scores = call.processors(input_ids, logits.clone() if "logits" in kept else logits)
+        for name, found in kept.items():
+            found.append(scores if name == "scores" else logits)
         if call.draws:
             tokens = torch.multinomial(scores.softmax(-1), 1)[:, 0]
         else:
@@ -151,7 +163,7 @@ def _looked_at(engine: Engine, call: Call, input_ids: Any, out: Any) -> Any:
             engine.step(LOGITS)
         if out is not None:
             out.put(tokens.cpu())
-        left = left & ~call.criteria(input_ids, None)
+        left = left & ~call.criteria(input_ids, tuple(kept["scores"]) if "scores" in kept else None)
         if not left.any():
             break
         logits = engine.logits

@@ -24,7 +24,8 @@ _PLAIN_STOPS = {"MaxLengthCriteria", "EosTokenCriteria"}
 class Call(NamedTuple):
     """prompts: the tokens of each row without padding, int64 arrays. new: tokens at most. stops,
     pad: what ends a row and what follows then. sampling: how the step's graph chooses tokens; None:
-    `processors` and `criteria`, transformers' objects, do, and where `draws`, multinomial."""
+    `processors` and `criteria`, transformers' objects, do, and where `draws`, multinomial. kept:
+    "scores" and "logits", as far as the caller wants those of each step."""
 
     prompts: list[Any]
     new: int
@@ -34,6 +35,7 @@ class Call(NamedTuple):
     processors: Any
     criteria: Any
     draws: bool
+    kept: frozenset[str]
 
 
 def model_config(model: Any) -> ModelConfig | None:
@@ -63,7 +65,7 @@ def decodable(model: Any, given: Any, named: Mapping[str, Any]) -> bool:
         return False
     if said.cache_implementation not in _CACHES or not said.use_cache:
         return False
-    if said.return_dict_in_generate:
+    if said.return_dict_in_generate and (said.output_attentions or said.output_hidden_states):
         return False
     return _is_plain(model)
 
@@ -78,7 +80,7 @@ def _is_plain(model: Any) -> bool:
     torch = torch_ops.torch_seen()
     for module in model.modules():
         state = module.__dict__
-        if state["_forward_hooks"] or state["_forward_pre_hooks"]:
+        if state["_forward_pre_hooks"] or any(map(_is_foreign, state["_forward_hooks"].values())):
             return False
         if "forward" in state and not is_ours(state["forward"]):
             return False
@@ -87,6 +89,11 @@ def _is_plain(model: Any) -> bool:
     kinds = {(one.dtype, one.device) for one in model.parameters()}
     dtypes = (torch.float16, torch.bfloat16)
     return len(kinds) == 1 and next(iter(kinds))[0] in dtypes
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Not one of transformers' own, which stay with a model that was asked for hidden states."""
+    return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
 
 
 def _drops(model: Any, torch: Any) -> bool:
@@ -108,8 +115,14 @@ def read(input_ids: Any, processors: Any, criteria: Any, said: Any,
     found = frozenset(token for each in ends for token in each)
     pad = 0 if said._pad_token_tensor is None else int(said._pad_token_tensor)
     plain = stops.keys() <= _PLAIN_STOPS and len(stops) == len(criteria)
-    sampling = _sampling(processors, bool(said.do_sample)) if plain else None
-    return Call(prompts, new, found, pad, sampling, processors, criteria, bool(said.do_sample))
+    kept = frozenset(
+        name
+        for name in ("scores", "logits")
+        if said.return_dict_in_generate and getattr(said, f"output_{name}")
+    )
+    draws = bool(said.do_sample)
+    sampling = _sampling(processors, draws) if plain and not kept else None
+    return Call(prompts, new, found, pad, sampling, processors, criteria, draws, kept)
 
 
 def _prompts(tokens: Any, mask: Any) -> list[Any] | None:

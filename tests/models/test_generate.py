@@ -52,6 +52,18 @@ def test_tokens_are_those_of_transformers(model, more):
     assert torch.equal(generated(model, **more), model.plain.generate(**options(**more)))
 
 
+def test_a_dictionary_has_scores_and_logits(model):
+    said = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True,
+            "repetition_penalty": 1.3, "max_new_tokens": 2}  # fmt: skip
+    made, wanted = generated(model, **said), model.plain.generate(**options(**said))
+    assert torch.equal(made.sequences, wanted.sequences) and type(made) is type(wanted)
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(made[name], wanted[name], rtol=2e-2, atol=2e-2)
+    plain = generated(model, return_dict_in_generate=True)
+    assert plain.scores is None
+    assert torch.equal(plain.sequences, generated(model))
+
+
 @pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.0001}], ids=["graph", "processors"])
 def test_sequences_end_at_stop_tokens_and_a_streamer_hears_of_each(model, more):
     wanted = model.plain.generate(**options())
@@ -92,10 +104,11 @@ def test_draws_follow_the_seed_and_keep_to_top_k(model):
 
 
 @pytest.mark.parametrize("more", [
-    {"num_beams": 2}, {"return_dict_in_generate": True}, {"use_cache": False},
+    {"num_beams": 2}, {"return_dict_in_generate": True, "output_hidden_states": True},
+    {"use_cache": False},
     {"attention_mask": torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]])},
     {"max_new_tokens": 62},
-], ids=["beams", "dictionary", "no cache", "holes", "long"])  # fmt: skip
+], ids=["beams", "hidden states", "no cache", "holes", "long"])  # fmt: skip
 def test_other_calls_are_transformers_own(model, more, monkeypatch):
     """Seen by what they would need: there is no engine. (Beyond max_length GPT-2 has no positions.)"""
     if "max_new_tokens" in more and model.config.model_type == "gpt2":
