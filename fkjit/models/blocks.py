@@ -57,7 +57,9 @@ def _attention(module: Any) -> tuple[str, Forward] | None:
     return "attention block", partial(_attended, module, config)
 
 
-def _attended(module: Any, config: ModelConfig, hidden_states: Any, *args: Any, **named: Any) -> Any:
+def _attended(
+    module: Any, config: ModelConfig, hidden_states: Any, *args: Any, **named: Any
+) -> Any:
     """As transformers' attention modules, with one product for q, k and v and RoPE in place."""
     heads = _heads(module, config, hidden_states, named.get("position_ids"))
     if args or heads is None:

@@ -66,7 +66,9 @@ def _is_causal(module: Any, config: ModelConfig, passed: dict[str, Any]) -> bool
     """Whether every token sees all before it, of a sequence that begins with the call."""
     if module.config._attn_implementation != NAME or passed.get("input_ids") is None:
         return False
-    if any(passed.get(n) is not None for n in ("attention_mask", "position_ids", "past_key_values")):
+    if any(
+        passed.get(n) is not None for n in ("attention_mask", "position_ids", "past_key_values")
+    ):
         return False
     length = passed["input_ids"].shape[1]
     return all(seen is None or length <= seen for seen in config.windows)

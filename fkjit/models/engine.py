@@ -49,9 +49,7 @@ class Engine:
 
     def fits(self, model: Any, batch: int, length: int) -> bool:
         """Whether there is room, and the parameters still lie where the steps read them."""
-        return (
-            batch <= self.batch and length <= self.length and _pointers(model) == self._pointers
-        )
+        return batch <= self.batch and length <= self.length and _pointers(model) == self._pointers
 
     def start(self, prompts: Sequence[Any], new: int, sampling: Sampling | None) -> Any:
         """Take prompts in, each with room for `new` tokens more. Their first new tokens [sequences]

@@ -32,7 +32,6 @@ def hooked(module: Any) -> bool:
     return bool(state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"])
 
 
-
 def gated_mlp(module: Any, activation: str, x: Any, residual: Any = None) -> Any:
     """down(activation(gate(x)) * up(x)) + residual; None where `module` must do it itself."""
     gate, up, down = (getattr(module, f"{name}_proj") for name in ("gate", "up", "down"))

@@ -168,5 +168,3 @@ def _looked_at(
             break
         logits = engine.logits
     return input_ids
-
-

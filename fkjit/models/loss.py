@@ -139,9 +139,7 @@ def _padded(weight: Any) -> Any:
     return torch_ops.torch_seen().nn.functional.pad(weight, (0, 0, 0, more)) if more else weight
 
 
-def _losses(
-    x: Any, weight: Any, at: Any, factors: Any, vocabulary: int, gradient: Any
-) -> Any:
+def _losses(x: Any, weight: Any, at: Any, factors: Any, vocabulary: int, gradient: Any) -> Any:
     """fp32 [rows], for the targets at. Into `gradient`, where there is one, goes that of the
     logits, times the rows' factors."""
     found = []

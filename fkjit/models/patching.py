@@ -7,7 +7,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fkjit.errors import ArgumentTypeError, ParameterError
-from fkjit.models import blocks, causal_lm, experts, generation, hf_attention, hf_calls, joined, routers
+from fkjit.models import (
+    blocks,
+    causal_lm,
+    experts,
+    generation,
+    hf_attention,
+    hf_calls,
+    joined,
+    routers,
+)
 from fkjit.models.modules import Forward, replacement
 
 _STATE = "_fkjit_patch"

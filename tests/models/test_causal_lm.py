@@ -1,5 +1,5 @@
-"""`patch(model, loss=True)`, blocks and `CapturedStep`: losses and gradients of tiny models are those
-of transformers. (Steps of an optimizer: tests/bench/test_bench_train.py.)"""
+"""`patch(model, loss=True)`, blocks and `CapturedStep`: losses and gradients of tiny models are
+those of transformers. (Steps of an optimizer: tests/bench/test_bench_train.py.)"""
 
 from __future__ import annotations
 

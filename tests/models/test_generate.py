@@ -1,5 +1,5 @@
-"""`generate` of a patched model: transformers' tokens by a decode loop of ours, and transformers' own
-loop for every other call. (fp32, which the loop does not take: tests/models/test_patch.py.)"""
+"""`generate` of a patched model: transformers' tokens by a decode loop of ours, and transformers'
+own loop for every other call. (fp32, which the loop does not take: tests/models/test_patch.py.)"""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_draws_follow_the_seed_and_keep_to_top_k(model):
     {"max_new_tokens": 62},
 ], ids=["beams", "hidden states", "no cache", "holes", "long"])  # fmt: skip
 def test_other_calls_are_transformers_own(model, more, monkeypatch):
-    """Seen by what they would need: there is no engine. (Beyond max_length GPT-2 has no positions.)"""
+    """No engine is asked for. (Beyond max_length GPT-2 has no positions.)"""
     if "max_new_tokens" in more and model.config.model_type == "gpt2":
         pytest.skip("transformers refuses it as well")
     engines = model.generate.args[1]
@@ -181,6 +181,4 @@ def test_unpatched_parameters_have_arrays_of_their_own():
         for parameter in model.parameters():
             assert parameter.is_contiguous()
             assert parameter.untyped_storage().nbytes() == 4 * parameter.numel()
-        assert all(
-            module.weight.is_contiguous() for module in model.modules() if is_conv1d(module)
-        )
+        assert all(module.weight.is_contiguous() for module in model.modules() if is_conv1d(module))

@@ -15,9 +15,7 @@ _CALL = "cross_entropy"
 EVEN = 8  # columns of a row are a multiple of it
 
 
-def cross_entropy(
-    logits: Any, target: Any, factor: Any, columns: int, gradient: Any = None
-) -> Any:
+def cross_entropy(logits: Any, target: Any, factor: Any, columns: int, gradient: Any = None) -> Any:
     """fp32 [rows]: the losses of rows of logits; their gradients go into `gradient`.
 
     Args:
