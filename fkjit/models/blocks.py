@@ -147,7 +147,7 @@ _TURNED = Differentiable("QkvRope", _turned_forward, _turned_backward)
 
 
 def _layer(module: Any, hidden_states: Any, *args: Any, **named: Any) -> Any:
-    """A pre-norm layer: each norm adds what came before it to the residual stream, or hands it on."""
+    """A pre-norm layer: a norm adds what came before it to the residual stream, or hands it on."""
     first, attend, second, mlp = (module._modules[name] for name in _LAYER_PARTS)
     if args or not (_is_norm(first) and _is_norm(second)):
         return type(module).forward(module, hidden_states, *args, **named)

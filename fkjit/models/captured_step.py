@@ -22,9 +22,9 @@ class CapturedStep:
         for batch in batches:  # tensors of one shape
             loss = step(input_ids=batch, labels=batch)
 
-    The first three calls are steps as usual; the fourth captures, and from then on every call copies
-    its tensors and replays. On a CPU all are steps as usual. What is no tensor stays as it was when
-    captured: a learning rate that changes is a tensor (`lr=torch.tensor(…)`, `fill_`).
+    The first three calls are steps as usual; the fourth captures, and from then on every call
+    copies its tensors and replays. On a CPU all are steps as usual. What is no tensor stays as it
+    was when captured: a learning rate that changes is a tensor (`lr=torch.tensor(…)`, `fill_`).
 
     Args:
         model: a transformers model, or anything that is called with the step's tensors by name and

@@ -82,15 +82,17 @@ def _sample(
             model, input_ids, logits_processor, stopping_criteria, generation_config,
             streamer=out, **model_kwargs,
         )  # fmt: skip
-    engine = engines.of(model, config, input_ids.shape[0], length)
     kept: dict[str, list[Any]] = {name: [] for name in call.kept}
-    try:
-        if call.sampling is None:
-            made = _looked_at(engine, call, input_ids, out, kept)
-        else:
-            made = _in_graph(engine, call, input_ids, out)
-    finally:
-        engine.clear()
+    torch = torch_ops.torch_seen()
+    with torch.inference_mode(False), torch.no_grad():  # what stays is for calls of any mode
+        engine = engines.of(model, config, input_ids.shape[0], length)
+        try:
+            if call.sampling is None:
+                made = _looked_at(engine, call, input_ids, out, kept)
+            else:
+                made = _in_graph(engine, call, input_ids, out)
+        finally:
+            engine.clear()
     if out is not None:
         out.end()
     if not generation_config.return_dict_in_generate:

@@ -1,4 +1,4 @@
-"""Which calls of transformers' `generate` a decode loop of ours can answer, and what they ask for."""
+"""Which calls of transformers' `generate` a decode loop of ours can answer, and what they want."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 def join(model: Any) -> None:
     """Put together what is apart: one module at a time, so that one module's weights are there
     twice meanwhile."""
-    with torch_ops.torch_seen().no_grad():
+    torch = torch_ops.torch_seen()
+    with torch.inference_mode(False), torch.no_grad():
         for module in model.modules():
             for parts in groups(module):
                 _join([part.weight for part in parts])

@@ -6,8 +6,9 @@ before the next one begins. What a chunk leaves to its two products of gradients
 gradient, 16 bits each; logits in fp32 are there for a part of its rows at a time. So chunks can be
 large, which they should: each reads and writes the weight's gradient in fp32.
 
-Beside the products it is passes over logits that take time. A kernel goes over them twice and writes
-their gradient at once (fkjit/ops/reduce/cross_entropy.py), with the mean's factor, but in fp16.
+Beside the products it is passes over logits that take time. A kernel goes over them twice and
+writes their gradient at once (fkjit/ops/reduce/cross_entropy.py), with the mean's factor unless
+that is fp16.
 
 Source of the idea: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training".
 """

@@ -52,6 +52,14 @@ def test_tokens_are_those_of_transformers(model, more):
     assert torch.equal(generated(model, **more), model.plain.generate(**options(**more)))
 
 
+def test_inference_mode_leaves_nothing_that_other_calls_cannot_use(model):
+    with torch.inference_mode():
+        first = generated(model)
+    assert not any(one.is_inference() for one in model.parameters())
+    with quiet():
+        assert torch.equal(model.generate(**options()), first)
+
+
 def test_a_dictionary_has_scores_and_logits(model):
     said = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True,
             "repetition_penalty": 1.3, "max_new_tokens": 2}  # fmt: skip
