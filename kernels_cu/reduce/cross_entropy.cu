@@ -81,8 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int first = threadIdx.x * SIZE; first < columns; first += UNROLL * THREADS * SIZE) {
     Vector<float> x[UNROLL];
 #pragma unroll
-    for (int i = 0; i < UNROLL; ++i)
-      x[i] = four_logits(row, first + i * THREADS * SIZE, columns);
+    for (int i = 0; i < UNROLL; ++i) x[i] = four_logits(row, first + i * THREADS * SIZE, columns);
     found.add(x);
   }
   Running all;
@@ -106,8 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Vector<float> x[UNROLL];
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i)
-      if (first >= i * THREADS * SIZE)
-        x[i] = four_logits(row, first - i * THREADS * SIZE, columns);
+      if (first >= i * THREADS * SIZE) x[i] = four_logits(row, first - i * THREADS * SIZE, columns);
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       const int column = first - i * THREADS * SIZE;
@@ -115,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       float made[SIZE];
 #pragma unroll
       for (int k = 0; k < SIZE; ++k)
-        made[k] = scale * (exp2_fast(fmaf(x[i].get(k) - against, LOG2E, -bits)) -
-                           (column + k == place));
+        made[k] =
+            scale * (exp2_fast(fmaf(x[i].get(k) - against, LOG2E, -bits)) - (column + k == place));
       store_four(gradient + column, made);
     }
   }
