@@ -54,7 +54,7 @@ class CapturedStep:
             stream.wait_stream(side)
             return loss
         if self._graph is None:
-            self._capture(tensors)
+            self._graph = self._captured(tensors)
         self._check(tensors)
         for name, own in self._tensors.items():
             own.copy_(tensors[name])
@@ -68,7 +68,7 @@ class CapturedStep:
         self._optimizer.step()
         return loss.detach()
 
-    def _capture(self, tensors: dict[str, Any]) -> None:
+    def _captured(self, tensors: dict[str, Any]) -> Any:
         torch = torch_ops.torch_seen()
         self._tensors = {name: x.clone() for name, x in tensors.items()}
         self._optimizer.zero_grad(set_to_none=True)
@@ -77,7 +77,7 @@ class CapturedStep:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._loss = self._step(self._tensors)
-        self._graph = graph
+        return graph
 
     def _check(self, tensors: dict[str, Any]) -> None:
         def kinds(of: dict[str, Any]) -> dict[str, Any]:

@@ -42,14 +42,14 @@ class Engines:
 
     def of(self, model: Any, config: Any, batch: int, length: int) -> Engine:
         """With room for `batch` sequences of `length` tokens, over the weights as they are now."""
-        found = self.engine
+        found, self.engine = self.engine, None
         if found is None or not found.fits(model, batch, length):
-            self.engine = None  # its memory, before there is another one
             if found is not None:
                 batch, length = max(batch, found.batch), max(length, found.length)
-            del found
-            self.engine = Engine(model, config, batch, length)
-        return self.engine
+            found = None  # its memory, before there is another one
+            found = Engine(model, config, batch, length)
+        self.engine = found
+        return found
 
 
 def generate(model: Any, engines: Engines, *args: Any, **named: Any) -> Any:
@@ -76,7 +76,7 @@ def _sample(
     call = hf_calls.read(
         input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
     )
-    length = None if call is None else int(input_ids.shape[1]) + call.new
+    length = int(input_ids.shape[1]) + (0 if call is None else call.new)
     if call is None or length > config.max_length:
         return type(model)._sample(
             model, input_ids, logits_processor, stopping_criteria, generation_config,

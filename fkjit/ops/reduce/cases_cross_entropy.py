@@ -35,7 +35,7 @@ def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
 
 
 def _outputs(params: Params, p: Problem) -> Arrays:
-    made = {"loss": np.full(p["rows"], np.nan, np.float32)}
+    made: dict[str, Any] = {"loss": np.full(p["rows"], np.nan, np.float32)}
     if p["gradient"]:
         shape = (p["rows"], p["wide"])
         made["gradient"] = np.full(shape, np.nan, numpy_dtype(p["dtype"]))
