@@ -73,8 +73,8 @@ def reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
             value = activated(p["activation"], z[:, :n])
             y = value * z[:, n:]
             dz = np.concatenate([dz * z[:, n:], dy * value], axis=1)
-    made = (("dz", dz), ("dbias", dz.sum(0)), ("y", y))
-    return {name: found for name, found in made if p.get(name)}
+    made = {"dz": dz, "dbias": dz.sum(0)} | ({} if y is None else {"y": y})
+    return {name: found for name, found in made.items() if p.get(name)}
 
 
 ACTIVATION = Verification(
