@@ -149,7 +149,7 @@ _TURNED = Differentiable("QkvRope", _turned_forward, _turned_backward)
 def _layer(module: Any, hidden_states: Any, *args: Any, **named: Any) -> Any:
     """A pre-norm layer: a norm adds what came before it to the residual stream, or hands it on."""
     first, attend, second, mlp = (module._modules[name] for name in _LAYER_PARTS)
-    if args or not (_is_norm(first) and _is_norm(second)):
+    if args or not (_is_norm(first, hidden_states) and _is_norm(second, hidden_states)):
         return type(module).forward(module, hidden_states, *args, **named)
     normed, stream = norm_and_stream(
         hidden_states, first.weight, None, first.variance_epsilon, "rms_norm"
@@ -164,8 +164,10 @@ def _layer(module: Any, hidden_states: Any, *args: Any, **named: Any) -> Any:
     return stream + mlp(normed)
 
 
-def _is_norm(module: Any) -> bool:
-    """Whether `patch` found that it is an RMSNorm, and its weight is that of the stream."""
+def _is_norm(module: Any, x: Any) -> bool:
+    """Whether `patch` replaced it, and all of the residual stream has one dtype."""
+    if torch_ops.torch_seen().is_autocast_enabled(x.device.type):
+        return False
     found = module.__dict__.get("forward")
     return is_ours(found) and not hooked(module)
 
@@ -176,7 +178,8 @@ def _gpt2_layer(
 ) -> Any:  # fmt: skip
     """The same of GPT-2."""
     first, second, mlp = module.ln_1, module.ln_2, module.mlp
-    if encoder_hidden_states is not None or not (_is_norm(first) and _is_norm(second)):
+    plain = _is_norm(first, hidden_states) and _is_norm(second, hidden_states)
+    if encoder_hidden_states is not None or not plain:
         return type(module).forward(
             module, hidden_states, past_key_values, attention_mask, encoder_hidden_states, **named
         )

@@ -91,3 +91,37 @@ def test_a_captured_step_on_a_cpu_is_a_step():
             optimizer.step()
             losses[0].append(loss.item())
     assert losses[0] == losses[1]
+
+
+class Adapted(torch.nn.Module):
+    """A product with something added, as adapters put in its place."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.rows = torch.nn.Parameter(torch.ones(2, base.in_features))
+
+    def forward(self, x):
+        return self.base(x) + (x @ self.rows.t()).sum(-1, keepdim=True) / 64
+
+
+def test_adapters_frozen_weights_checkpoints_and_autocast():
+    """What comes after `patch`; half of the layers is as it was."""
+    models = [model_of("Llama", use_cache=False) for _ in range(2)]
+    fkjit.models.patch(models[1], loss=True)
+    found = []
+    for model in models:
+        first, second = model.model.layers
+        first.self_attn.q_proj, first.mlp.up_proj = (
+            Adapted(one) for one in (first.self_attn.q_proj, first.mlp.up_proj)
+        )
+        second.self_attn.k_proj.weight.requires_grad_(False)
+        second.mlp.gate_proj.weight.requires_grad_(False)
+        model.gradient_checkpointing_enable()
+        with quiet():
+            model(input_ids=IDS, labels=IDS).loss.backward()
+        found.append({n: p.grad for n, p in model.named_parameters()})
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-6)
+    with quiet(), torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [model(input_ids=IDS, labels=IDS).loss for model in models]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-2, atol=0)
