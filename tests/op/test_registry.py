@@ -13,6 +13,7 @@ KERNELS = [
     "vector_add.rows",
     "reduce.blocks",
     "reduce.lanes",
+    "cross_entropy.rows",
     "layer_norm.rows",
     "rms_norm.rows",
     "layer_norm.wide",
