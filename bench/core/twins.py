@@ -30,6 +30,12 @@ MISSING: dict[str, str] = {
     "linear_flagged": "a part of parallel products: bench distributed measures whole ones",
     "normed_append": "a part of decode steps: bench.models.decode measures whole ones",
     "normed_linear": "a part of decode steps: bench.models.decode measures whole ones",
+    "pick_largest": "a part of decode steps: bench.models.decode measures whole ones",
+    "settled_attention": "the twin of attention_decode, which starts early",
+    "step_begin": "a part of decode steps: bench.models.decode measures whole ones",
+    "streamed_logits": "a part of decode steps: bench.models.decode measures whole ones",
+    "streamed_append": "a part of decode steps: bench.models.decode measures whole ones",
+    "streamed_linear": "a part of decode steps: bench.models.decode measures whole ones",
 }
 
 

@@ -91,7 +91,7 @@ def _parts(names: Sequence[str]) -> list[str]:
 
 
 def _is_product(name: str) -> bool:
-    return "linear_" in name or "normed_gemv" in name or "quantized_" in name
+    return any(part in name for part in ("linear_", "normed_gemv", "step_stream", "quantized_"))
 
 
 def _other(name: str) -> str:

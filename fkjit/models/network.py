@@ -11,16 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from fkjit.arch import Arch
 from fkjit.models.config import ModelConfig
-from fkjit.models.plan import StepPlan, fits
+from fkjit.models.plan import StepPlan, fits, streams
 from fkjit.models.quantized import scheme_of
+from fkjit.models.slots import State
+from fkjit.models.streamed import Places, Residual, StreamedLayers
 from fkjit.models.weights import Affine, Layer, Weights
 from fkjit.ops.gemm.call import linear
 from fkjit.ops.kv.append import kv_append
 from fkjit.ops.kv.rope_append import rope_kv_append
 from fkjit.ops.norm.call import layer_norm, rms_norm
 from fkjit.ops.op import torch_ops
+from fkjit.ops.step.begin import step_begin
 from fkjit.ops.step.call import Norm, normed_append, normed_linear
+from fkjit.ops.step.logits import streamed_logits
 
 _PLAN = StepPlan()
 Attend = Callable[[Any, int], Any]  # q [tokens, heads, head_dim] and the layer -> the same shape
@@ -44,6 +49,10 @@ class Network:
         """Whether so many tokens can have five launches a layer."""
         return fits(self.config, rows, self.codes)
 
+    def streams(self, rows: int, arch: Arch) -> bool:
+        """Whether so many tokens can have products that fetch their weight early."""
+        return streams(self.config, rows, self.codes, arch)
+
     def hidden(
         self, tokens: Any, positions: Any, slots: Any, cache: Any, attend: Attend,
         plan: StepPlan = _PLAN, fused: Fused | None = None,
@@ -54,11 +63,8 @@ class Network:
         values of each token go before `attend` is called. fused: five launches a layer, where
         `fits` says so; None: eight.
         """
-        torch, weights = torch_ops.torch_seen(), self.weights
-        stream = torch.nn.functional.embedding(tokens, weights.embedding)
-        if weights.positions is not None:
-            stream = stream + torch.nn.functional.embedding(positions, weights.positions)
-        for number, layer in enumerate(weights.layers):
+        stream = self._embedded(tokens, positions)
+        for number, layer in enumerate(self.weights.layers):
             if fused is None:
                 heads = linear(self._norm(stream, layer.norm), *layer.qkv, impl=plan.qkv)
                 q = self._append(layer, number, heads, positions, slots, cache)
@@ -73,6 +79,29 @@ class Network:
             inner = self._inner(layer, stream, plan, fused)
             stream = linear(inner, *layer.down, residual=stream, impl=plan.down)
         return stream
+
+    def streamed(self, state: State, cache: Any, table: Any, attend: Attend, out: Any) -> Any:
+        """A step's fp32 logits [tokens, vocabulary] to `out`, by products that fetch their weight
+        early, where `streams` says so; what `pick_largest` takes of them. The cache's lengths count
+        the tokens. table: of `fkjit.rope_table`; None: nothing turns."""
+        weights, made = self.weights, StreamedLayers(self.config)
+        norms = [*(one.norm for one in weights.layers), weights.norm]
+        slots, *begun = step_begin(
+            state.tokens, state.positions, state.rows, weights.embedding, weights.positions,
+            self._as_norm(norms[0]), cache,
+        )  # fmt: skip
+        at, places = Residual(*begun), Places(cache, slots, state.positions, table)
+        for number, (layer, behind) in enumerate(zip(weights.layers, norms[1:], strict=True)):
+            attended = attend(made.queries(at, layer, number, places), number).flatten(1)
+            at = made.behind(at, attended, layer, behind)
+        return streamed_logits(at.inner, weights.head, out)[1]
+
+    def _embedded(self, tokens: Any, positions: Any) -> Any:
+        torch, weights = torch_ops.torch_seen(), self.weights
+        stream = torch.nn.functional.embedding(tokens, weights.embedding)
+        if weights.positions is None:
+            return stream
+        return stream + torch.nn.functional.embedding(positions, weights.positions)
 
     def _inner(self, layer: Layer, stream: Any, plan: StepPlan, fused: Fused | None) -> Any:
         """What the product down takes."""

@@ -15,6 +15,7 @@ from fkjit.arguments import one_of, shown
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.models.config import ModelConfig
 from fkjit.ops.step import call as step
+from fkjit.ops.step import stream
 from fkjit.ops.step import whole as whole_step
 
 PRODUCTS = ("qkv", "out", "up", "down", "head")
@@ -33,7 +34,9 @@ class StepPlan(NamedTuple):
     five launches a layer in place of eight, where the model (no weights of codes, no norm of heads)
     and the number of sequences (up to eight) permit it: norm, qkv, RoPE and append are one, norm
     and up another; qkv and up then name nothing. whole: the step is one launch, where the model and
-    the GPU (Hopper) permit it; then all the others say nothing."""
+    the GPU (Hopper) permit it; then all the others say nothing. streamed: products that fetch their
+    weight before the previous kernel is over, RoPE, append and RMSNorm among them, of up to 64
+    sequences, where the model and the GPU (Hopper) permit it; then only the head is named."""
 
     qkv: str = "auto"
     out: str = "auto"
@@ -43,12 +46,13 @@ class StepPlan(NamedTuple):
     early: bool = True
     fused: bool = False
     whole: bool = False
+    streamed: bool = False
 
     def checked(self) -> StepPlan:
         """Itself. ParameterError, ArgumentTypeError: what no plan may say."""
         for name in PRODUCTS:
             one_of(_CALL, f"plan.{name}", getattr(self, name), IMPLS)
-        for name in ("early", "fused", "whole"):
+        for name in ("early", "fused", "whole", "streamed"):
             if not isinstance(given := getattr(self, name), bool):
                 raise ArgumentTypeError(f"{_CALL}: plan.{name}={shown(given)}; allowed: a bool")
         return self
@@ -70,6 +74,7 @@ _FEW_WIDE = StepPlan(out="gemv", head="skinny", early=False, fused=True)
 _FEW_NARROW = StepPlan(head="gemv", fused=True)
 _FEW_ROWS = 2
 _WHOLE_ROWS = 4  # sequences, up to which one launch was faster than all others
+_STREAMED_FROM, _STREAMED_TO = 5, 0  # sequences of which streamed products were the fastest
 _HOPPER, _BLOCKS = "sm_90a", 132  # multiprocessors of an H200
 _SOME, _SOME_ROWS = StepPlan.alike("skinny"), 16
 
@@ -81,6 +86,8 @@ def usual(config: ModelConfig, rows: int, codes: str | None, capability: tuple[i
     if capability != _MEASURED_ON or config.qk_norm:
         return StepPlan()
     wide = config.hidden >= _WIDE
+    if _STREAMED_FROM <= rows <= _STREAMED_TO and streams(config, rows, codes, arch(_HOPPER)):
+        return StepPlan(streamed=True)
     if rows <= _WHOLE_ROWS and fits_whole(config, rows, codes, arch(_HOPPER), _BLOCKS):
         return StepPlan(whole=True)
     if codes is not None:
@@ -95,6 +102,14 @@ def fits(config: ModelConfig, rows: int, codes: str | None) -> bool:
     """Whether so many tokens can have five launches a layer."""
     widths = (config.hidden, config.head_dim, config.activation, config.gated)
     return not config.qk_norm and codes is None and step.fits(rows, *widths)
+
+
+def streams(config: ModelConfig, rows: int, codes: str | None, arch: Arch) -> bool:
+    """Whether so many tokens can have `StepPlan(streamed=True)`."""
+    widths = (config.hidden, config.mlp, config.heads_q * config.head_dim)
+    said = (config.head_dim, config.activation, config.gated)
+    plain = codes is None and not config.qk_norm and "wgmma" in arch.features
+    return plain and stream.fits(rows, widths, *said)
 
 
 def model_of(
@@ -146,7 +161,7 @@ def best(seconds: Callable[[StepPlan], float]) -> StepPlan:
         return times[plan]
 
     found = min(_starts(), key=timed)
-    if found.whole:
+    if found.whole or found.streamed:
         return found
     for product in PRODUCTS:
         if not (found.fused and product in _FUSED):
@@ -156,6 +171,7 @@ def best(seconds: Callable[[StepPlan], float]) -> StepPlan:
 
 def _starts() -> Iterator[StepPlan]:
     yield StepPlan(whole=True)
+    yield StepPlan(streamed=True)
     for fused in (False, True):
         for early in (True, False):
             for impl in _TRIED:

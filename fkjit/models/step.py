@@ -6,17 +6,22 @@ from typing import Any, NamedTuple
 
 from fkjit.errors import ParameterError
 from fkjit.models import plan as plans
-from fkjit.models.network import Fused, Network
+from fkjit.models.network import Attend, Fused, Network
 from fkjit.models.plan import StepPlan
 from fkjit.models.sampling import GREEDY, Logits, pick
 from fkjit.models.slots import Slots, State
 from fkjit.models.whole_step import WholeStep, has_whole
 from fkjit.ops.attention.decode.call import paged_attention
+from fkjit.ops.attention.decode.settled import fits as has_settled
+from fkjit.ops.attention.decode.settled import settled_attention
 from fkjit.ops.kv.cache import PagedKVCache
 from fkjit.ops.kv.slots import kv_slots
 from fkjit.ops.op import torch_ops
+from fkjit.ops.op.request import arch_of
 from fkjit.ops.rope.frequencies import rope_table
+from fkjit.ops.step.logits import pick_largest
 from fkjit.runtime import pdl, workspace
+from fkjit.runtime.interop import view
 
 _COUNTERS = 1 << 12  # an eighth of those that are there for all kernels of one graph
 _REPLAYS = 20  # of a graph that is timed
@@ -103,10 +108,9 @@ class Steps:
                 self._pick(state, logits, mode, best)
             return
 
-        def attend(q: Any, layer: int) -> Any:
-            window = window_of(network, layer)
-            return paged_attention(q, cache, rows=state.rows, layer=layer, window=window)
-
+        if plan.streamed and self._streams(size):
+            return self._run_streamed(state, mode)
+        attend = self._attend(state)
         slots = kv_slots(cache, state.rows)
         fused = self._fused() if plan.fused and network.fits(size) else None
         stream = network.hidden(state.tokens, state.positions, slots, cache, attend, plan, fused)
@@ -170,6 +174,32 @@ class Steps:
             for own, was in zip((state.tokens, state.positions, state.rows), kept, strict=True):
                 own.copy_(was)
 
+    def _streams(self, size: int) -> bool:
+        seen = view(self.network.weights.embedding, "Decoder", "weights")
+        return self.network.streams(size, arch_of(seen))
+
+    def _attend(self, state: State, settled: bool = False) -> Attend:
+        """settled: keys before the new ones may be read while kernels ahead are not over."""
+        network, cache = self.network, self.cache
+        config = network.config
+        settled = settled and has_settled(config.head_dim, config.heads_q // config.heads_kv)
+
+        def attend(q: Any, layer: int) -> Any:
+            window = window_of(network, layer)
+            if settled and window is None:
+                return settled_attention(q, cache, state.rows, state.positions, layer)
+            return paged_attention(q, cache, rows=state.rows, layer=layer, window=window)
+
+        return attend
+
+    def _run_streamed(self, state: State, mode: str) -> None:
+        logits, greedy = self._logits.rows(len(state.tokens)), mode == GREEDY
+        attend, table = self._attend(state, settled=True), self._fused().table
+        largest = self.network.streamed(state, self.cache, table, attend, logits)
+        best = pick_largest(largest, state.tokens, state.positions, state.active, greedy)
+        if not greedy:
+            self._pick(state, logits, mode, best)
+
     def _whole(self) -> WholeStep:
         if self._one_launch is None:
             self._one_launch = WholeStep(self.network, self.cache, self.slots.length)
@@ -193,6 +223,8 @@ class Steps:
         """Seconds of a step whose slots are all empty, so without attention."""
         if plan.fused and not self.network.fits(size):
             raise ParameterError(f"Decoder: no five launches a layer for {size} sequences")
+        if plan.streamed and not self._streams(size):
+            raise ParameterError(f"Decoder: no streamed products for {size} sequences")
         if plan.whole and not has_whole(self.network, size):
             raise ParameterError(f"Decoder: no step of one launch for {size} sequences")
         return self._captured(size, GREEDY, plan, timed=True)

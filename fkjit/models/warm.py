@@ -13,7 +13,11 @@ from fkjit.models.config import ModelConfig
 from fkjit.models.decoder import CHUNK, LONGEST, PAGE_SIZE
 from fkjit.models.plan import StepPlan, fits, model_of, usual
 from fkjit.models.quantized import described, keeper
+from fkjit.ops.step.begin import prepare as prepare_begin
 from fkjit.ops.step.call import Norm, prepare_append, prepare_linear
+from fkjit.ops.attention.decode import settled
+from fkjit.ops.step import stream
+from fkjit.ops.step.logits import prepare_logits, prepare_pick
 from fkjit.ops.step.whole import LAYER_WORDS, Arrays
 from fkjit.ops.step.whole import prepare as prepare_whole
 from fkjit.runtime import abstract
@@ -26,6 +30,12 @@ _SLOTS = "kv_slots"  # one variant, whatever it is called with
 _OWN = {
     "normed_append": prepare_append,
     "normed_linear": prepare_linear,
+    "step_begin": prepare_begin,
+    "streamed_append": stream.prepare_append,
+    "settled_attention": settled.prepare,
+    "streamed_linear": stream.prepare_linear,
+    "streamed_logits": prepare_logits,
+    "pick_largest": prepare_pick,
     "decode_step": prepare_whole,
 }  # fmt: skip  (not public)
 _PLAN = StepPlan()
@@ -82,6 +92,8 @@ def calls(
         steps = usual(model, size, quantize, capability)
         if steps.whole:
             yield maker.step(size)
+        elif steps.streamed:
+            yield from maker.streamed(size)
         else:
             yield from maker.layer(size, steps)
             yield from maker.decode(size)
@@ -133,6 +145,45 @@ class _Maker:
         )  # fmt: skip
         codes, length = self.scheme is not None, min(model.max_length, LONGEST)
         return Call("decode_step", (arrays, model_of(model, "nhd", PAGE_SIZE, codes, length)), {})
+
+    def streamed(self, rows: int) -> Iterator[Call]:
+        """A step whose products fetch their weight early."""
+        model, array, learned = self.model, self.array, self.model.theta is None
+        qkv, out, up, down = model.products().values()
+        vector, x, places = array(model.hidden), array(rows, model.hidden), array(
+            rows, dtype="int32")  # fmt: skip
+        norm = Norm(vector, vector if learned else None, model.eps)
+        table = None if learned else array(LONGEST, model.head_dim, dtype="fp32")
+        scaled = stream.Scaled(x, array(1, rows, *((2,) if learned else ()), dtype="fp32"), norm)
+        qkv_bias = self.bias(qkv[0], model.model_type == "qwen2")
+        tokens, counts = array(rows, dtype="int64"), array(rows, dtype="int32")
+        tables = (array(rows, -(-min(model.max_length, LONGEST) // PAGE_SIZE), dtype="int32"),
+                  counts, counts)  # fmt: skip
+        embedding = array(model.vocabulary, model.hidden)
+        learned_ones = array(model.max_length, model.hidden) if learned else None
+        yield Call("step_begin", (tokens, places, places, embedding, learned_ones, norm, tables),
+                   {"page_size": PAGE_SIZE})  # fmt: skip
+        yield Call(
+            "streamed_append",
+            (scaled, array(*qkv), qkv_bias, self.pages, places,
+             None if table is None else places, table),
+            {"heads_q": model.heads_q},
+        )  # fmt: skip
+        q = (rows, model.heads_q, model.head_dim)
+        if any(seen is not None for seen in model.windows):
+            yield from self.decode(rows)
+        if settled.fits(model.head_dim, model.heads_q // model.heads_kv):
+            arrays = (array(*q), self.pages, tables[0], places, places)
+            yield Call("settled_attention", arrays, {})
+        for n, k in (out, down):
+            arrays = (array(rows, k), array(n, k), self.bias(n), x, norm)
+            yield Call("streamed_linear", arrays, {})
+        said = {"activation": model.activation, "gate": model.gated}
+        yield Call("streamed_linear", (scaled, array(*up), self.bias(up[0]), None, None), said)
+        yield Call("streamed_logits", (scaled, embedding), {})
+        tiles = -(-model.vocabulary // stream.tile_for(model.vocabulary, model.hidden)[0])
+        largest = array(tiles, rows, 2, dtype="int32")
+        yield Call("pick_largest", (largest, tokens, places, places), {})
 
     def _five(self, rows: int) -> Iterator[Call]:
         """What a layer of five launches has of its own."""

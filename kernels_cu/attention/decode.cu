@@ -73,6 +73,7 @@ constexpr bool ANEW = BIAS || MASK || SCORE_MOD;  // rows' addresses are worked 
 //% else
 constexpr bool RULES = false, ANEW = false;  // for the scores
 //% endif
+constexpr bool EARLY = ${early};  // keys before the new ones come before the previous kernel is over
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int GROUP_WARPS = ROWS / WARP_ROWS, GROUPS = NUM_WARPS / GROUP_WARPS;
@@ -92,7 +93,7 @@ constexpr int STAGE_BYTES = 2 * KvTile::BYTES, RING_BYTES = STAGES * STAGE_BYTES
 constexpr int RING_STEP = RING_BYTES + GUARD;
 // Where a block has an SM to itself, and registers suffice, outputs are left in the ring's last stages,
 // while the others are filled for the next segment.
-constexpr bool AHEAD = MIN_BLOCKS == 1 && HEAD_DIM == 128 && ROWS == WARP_ROWS && !ANEW;
+constexpr bool AHEAD = MIN_BLOCKS == 1 && HEAD_DIM == 128 && ROWS == WARP_ROWS && !ANEW && !EARLY;
 constexpr int OUTPUT_STAGES =
     AHEAD ? ceil_div(GROUP_WARPS * WarpRows<HEAD_DIM>::BYTES, STAGE_BYTES) : STAGES;
 constexpr int AHEAD_STEPS = STAGES - OUTPUT_STAGES;  // of the next segment
@@ -111,14 +112,6 @@ using QReader = FragmentReader<QTile, BlockOrder::ROW_MAJOR>;
 using KReader = FragmentReader<KvTile, BlockOrder::COL_MAJOR>;
 using VReader = FragmentReader<KvTile, BlockOrder::ROW_MAJOR>;
 using Keys = SegmentKeys<KvTile, stored_t, GROUPS, GROUP_THREADS, STAGES>;
-
-__device__ __forceinline__ void group_sync() {
-  if (GROUP_WARPS == 1) {
-    __syncwarp();
-  } else {
-    __syncthreads();
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_decode(
     //% if form
@@ -155,7 +148,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     //% endif
     const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
     const int causal) {              // new token i sees keys up to i + length - seqlen_q
-  after_previous_kernel();
+  // Early: nothing under way writes tables, keys before the new ones, and `seq_lens`: [batch], them.
+  ${"let_next_kernel();" if early else "after_previous_kernel();"}
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ RowState states[NUM_WARPS * WARP_ROWS];
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
@@ -173,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
   const Sequences sequences{seq_lens, rows,       batch,
                             longest,  table_rows, seqlen_q + form.window_left ${packed_ends}};
   //% else
-  const Sequences sequences{seq_lens, rows, batch, longest, table_rows};
+  const Sequences sequences{seq_lens, rows, batch, longest, table_rows ${early_lengths}};
   //% endif
   const QueryRows query_rows{group_size, seqlen_q, heads_kv, group_inverse ${packed_rows}};
   const int all_rows = query_rows.count(), row_tiles = ceil_div(all_rows, ROWS);
@@ -210,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
   Keys keys;
   int page[STAGES];
   const auto ask = [&](const RowTile& of) {  // for Q before pages: that waits for nothing
-    queries = QueryCopy<QTile, THREADS>(of, q, q_strides, head_dim);
+    if (!EARLY) queries = QueryCopy<QTile, THREADS>(of, q, q_strides, head_dim);
     keys = keys_of(next, of.kv_head);
     keys.look_up(page);
     keys.fetch_first<0, AHEAD_STEPS>(ring, page, page_log2, num_pages);
@@ -228,7 +222,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
 
     // 2. Q and the first steps are on their way. Q gets the sign of the scale: a negative one would
     //    turn maxima into minima.
+    //% if early
+    keys.fetch_first<0, STAGES - 1>(ring, page, page_log2, num_pages, [&](int key) {
+      if (key + KEYS > length - seqlen_q) after_previous_kernel(false);
+    });
+    after_previous_kernel(false);
+    queries = QueryCopy<QTile, THREADS>(tile, q, q_strides, head_dim);
+    //% else
     keys.fetch_first<AHEAD_STEPS, STAGES - 1>(ring, page, page_log2, num_pages);
+    //% endif
     int next_page = page[STAGES - 1];
     queries.store<SCALED>(q_tile, !RULES && softmax_scale_log2 < 0.f ? 0x80008000u : 0u);
     //% if form
@@ -291,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     for (int step = 0; step < keys.steps; ++step) {
       // This step has arrived, and the group is done with the last one.
       cp_async_wait<STAGES - 2>();
-      group_sync();
+      group_sync<GROUP_WARPS>();
       if (step + STAGES - 1 < keys.steps)
         keys.fetch(ring, step + STAGES - 1, next_page, page_log2, num_pages);
       cp_async_commit();
@@ -320,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
 
     // 4. The groups' outputs become one; AHEAD, the next segment's first steps are on their way then.
     cp_async_wait<0>();
-    group_sync();
+    group_sync<GROUP_WARPS>();
     const bool more = segment.end < share_end;
     const auto go_on = [&] {
       if (segment.end == place.first + listed * place.units)

@@ -51,7 +51,10 @@ TILE = {"block", "tile", "rows", "form"}  # these parameters
 
 HOPPER = "sm_90a"
 # Multiplies rows that no copy has filled and nobody stores: NaN with guards, else not written to.
-ALWAYS_GUARDED = ("linear.wgmma", "linear_flagged.wgmma", "grouped_linear.wgmma")
+ALWAYS_GUARDED = (
+    "linear.wgmma", "linear_flagged.wgmma", "grouped_linear.wgmma",
+    *(f"streamed_{name}.stream" for name in ("linear", "logits", "append")),
+)  # fmt: skip
 AMPERE, BLACKWELL = ("sm_80", "sm_86", "sm_89"), ("sm_100a", "sm_120a")
 FAMILIES = (("sm_75",), AMPERE, (HOPPER,), BLACKWELL)
 # The PTX that is interpreted, and the cubins that are made of the same.

@@ -43,7 +43,7 @@ def outcome(bug: Bug, monkeypatch: pytest.MonkeyPatch, plant: bool) -> str:
     target = targets.get(bug.kernel[-4:], "compute_80")
     monkeypatch.setattr("fkjit.jit.build.settings", lambda: replace(settings(), target=target))
     spec = find(bug.kernel)
-    if bug.params.get("cluster", 1) > 1:
+    if bug.params.get("cluster", 1) > 1 or bug.kernel.startswith("streamed_"):
         target = "compute_90a"
     if bug.params.get("values") in ("fp8", "e5m2") and target == "compute_80":
         target = "compute_89"

@@ -28,7 +28,7 @@ MAY_INCLUDE = {
     "kv": {"rope"},
     "moe": {"gemm"},
     "quantize": {"gemm", "gemm/sm90", "kv"},
-    "step": {"gemm", "kv", "quantize"},
+    "step": {"gemm", "gemm/sm90", "kv", "quantize"},
 }
 MOST_FILES, MOST_LINES = 30, 400
 

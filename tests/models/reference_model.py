@@ -46,31 +46,35 @@ def state_of(name: str, dtype=torch.float16) -> dict[str, torch.Tensor]:
     state = _gpt2(config, matrix, vector) if gpt2 else _llama(name, config, matrix, vector)
     for table in ("transformer.wte.weight", "transformer.wpe.weight", "model.embed_tokens.weight"):
         if table in state:
-            rows, columns = {"transformer.wpe.weight": (64, 32)}.get(table, (48, 32))
-            state[table] = torch.randn(rows, columns, generator=made).to(dtype)
+            rows, hidden = 64 if "wpe" in table else 48, config["n_embd" if gpt2 else "hidden_size"]
+            state[table] = torch.randn(rows, hidden, generator=made).to(dtype)
     return state
 
 
 def _gpt2(config, matrix, vector):
     state = {"transformer.wte.weight": None, "transformer.wpe.weight": None}
-    products = {"attn.c_attn": (96, 32), "attn.c_proj": (32, 32), "mlp.c_fc": (128, 32),
-                "mlp.c_proj": (32, 128)}  # fmt: skip
+    hidden = config["n_embd"]
+    products = {"attn.c_attn": (3 * hidden, hidden), "attn.c_proj": (hidden, hidden),
+                "mlp.c_fc": (4 * hidden, hidden), "mlp.c_proj": (hidden, 4 * hidden)}  # fmt: skip
     for n in range(config["n_layer"]):
         for part, (rows, columns) in products.items():
             state[f"transformer.h.{n}.{part}.weight"] = matrix(rows, columns)
             state[f"transformer.h.{n}.{part}.bias"] = vector(rows)
         for norm in ("ln_1", "ln_2"):
-            state[f"transformer.h.{n}.{norm}.weight"] = vector(32, 1.0)
-            state[f"transformer.h.{n}.{norm}.bias"] = vector(32)
-    return state | {"transformer.ln_f.weight": vector(32, 1.0), "transformer.ln_f.bias": vector(32)}
+            state[f"transformer.h.{n}.{norm}.weight"] = vector(hidden, 1.0)
+            state[f"transformer.h.{n}.{norm}.bias"] = vector(hidden)
+    last = {"weight": vector(hidden, 1.0), "bias": vector(hidden)}
+    return state | {f"transformer.ln_f.{name}": x for name, x in last.items()}
 
 
 def _llama(name, config, matrix, vector):
-    state = {"model.embed_tokens.weight": None, "model.norm.weight": vector(32, 1.0)}
-    products = {"self_attn.q_proj": (64, 32), "self_attn.k_proj": (32, 32),
-                "self_attn.v_proj": (32, 32), "self_attn.o_proj": (32, 64),
-                "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32),
-                "mlp.down_proj": (32, 48)}  # fmt: skip
+    hidden, dim, mlp = (config[n] for n in ("hidden_size", "head_dim", "intermediate_size"))
+    q, kv = (dim * config[f"num_{n}_heads"] for n in ("attention", "key_value"))
+    state = {"model.embed_tokens.weight": None, "model.norm.weight": vector(hidden, 1.0)}
+    products = {"self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden),
+                "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q),
+                "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden),
+                "mlp.down_proj": (hidden, mlp)}  # fmt: skip
     for n in range(config["num_hidden_layers"]):
         at = f"model.layers.{n}."
         for part, (rows, columns) in products.items():
@@ -78,12 +82,12 @@ def _llama(name, config, matrix, vector):
             if name == "qwen2" and part[-6:] in ("q_proj", "k_proj", "v_proj"):
                 state[f"{at}{part}.bias"] = vector(rows)
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            state[f"{at}{norm}.weight"] = vector(32, 1.0)
+            state[f"{at}{norm}.weight"] = vector(hidden, 1.0)
         if name == "qwen3":
             for norm in ("q_norm", "k_norm"):
-                state[f"{at}self_attn.{norm}.weight"] = vector(16, 1.0)
+                state[f"{at}self_attn.{norm}.weight"] = vector(dim, 1.0)
     if not config["tie_word_embeddings"]:
-        state["lm_head.weight"] = matrix(48, 32)
+        state["lm_head.weight"] = matrix(48, hidden)
     return state
 
 
@@ -99,14 +103,14 @@ def _gpt2_logits(state, ids):
         return x @ state[f"{at}.weight"] + state[f"{at}.bias"]
 
     def norm(x, at):
-        return layer_norm(x, (32,), state[f"{at}.weight"], state[f"{at}.bias"], 1e-5)
+        return layer_norm(x, x.shape[-1:], state[f"{at}.weight"], state[f"{at}.bias"], 1e-5)
 
     stream = embedding(ids, state["transformer.wte.weight"])
     stream = stream + state["transformer.wpe.weight"][: len(ids)]
     for n in range(2):
         at = f"transformer.h.{n}"
         heads = product(norm(stream, f"{at}.ln_1"), f"{at}.attn.c_attn")
-        q, k, v = heads.unflatten(-1, (3, 2, 16)).permute(1, 2, 0, 3)
+        q, k, v = heads.unflatten(-1, (3, 2, -1)).permute(1, 2, 0, 3)
         stream = stream + product(_attention(q, k, v, None), f"{at}.attn.c_proj")
         inner = gelu(product(norm(stream, f"{at}.ln_2"), f"{at}.mlp.c_fc"), approximate="tanh")
         stream = stream + product(inner, f"{at}.mlp.c_proj")
@@ -115,6 +119,7 @@ def _gpt2_logits(state, ids):
 
 def _llama_logits(name, state, ids):
     config = CONFIGS[name]
+    heads = (-1, config["head_dim"])
 
     def product(x, at):
         return linear(x, state[f"{at}.weight"], state.get(f"{at}.bias"))
@@ -124,7 +129,7 @@ def _llama_logits(name, state, ids):
         at = f"model.layers.{n}"
         x = _rms(stream, state[f"{at}.input_layernorm.weight"])
         q, k, v = (
-            product(x, f"{at}.self_attn.{part}_proj").unflatten(-1, (-1, 16)).transpose(0, 1)
+            product(x, f"{at}.self_attn.{part}_proj").unflatten(-1, heads).transpose(0, 1)
             for part in "qkv"
         )
         if name == "qwen3":

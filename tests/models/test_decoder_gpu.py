@@ -1,4 +1,4 @@
-"""Decode steps on a GPU: five launches a layer and weights of codes, in CUDA graphs, where kernels
+"""Decode steps on a GPU: fewer launches a layer and weights of codes, in CUDA graphs, where kernels
 start early, beside the same kernels one by one."""
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from fkjit.models.quantized import PRODUCTS  # noqa: E402
 
 DEVICE, LENGTH = "cuda", 160
 FUSED, EIGHT, WHOLE = StepPlan(fused=True), StepPlan(), StepPlan(whole=True)
+STREAMED = StepPlan(streamed=True)
 PROMPT = [(7919 * n) % 50000 for n in range(1, 101)]
 
 
@@ -65,6 +66,16 @@ def test_a_step_of_one_launch_has_the_logits_of_eight(name, batch):
     whole = decoder_of(config, weights, batch, plan=WHOLE)
     assert apart(logits(whole, batch), plain) < 2e-2
     assert whole._steps._one_launch is not None
+
+
+@pytest.mark.parametrize("batch", [3, 16, 64])
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "gpt2"])
+def test_products_that_fetch_their_weight_early_have_the_logits_of_eight_launches(name, batch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("their kernel is for Hopper")
+    config, weights = model(name)
+    plain = logits(decoder_of(config, weights, batch, plan=EIGHT), batch)
+    assert apart(logits(decoder_of(config, weights, batch, plan=STREAMED), batch), plain) < 2e-2
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8, 16])

@@ -121,12 +121,12 @@ def _common(call: str, views: _Views, eps: float) -> dict[str, Any]:
     return {
         "m": m, "n": n, "k": k, "dtype": dtype, "eps": eps, "bias": "bias" in seen,
         "norm": "layer" if "norm_bias" in seen else "rms",
-        **{f"{name}_stride": _row_step(call, name, seen[name]) for name in ("x", "weight")},
+        **{f"{name}_stride": row_step(call, name, seen[name]) for name in ("x", "weight")},
         "aligned": all(seen[n].pointer % 16 == 0 for n in floats if n in seen and n != "bias"),
     }  # fmt: skip
 
 
-def _row_step(call: str, name: str, view: View) -> int:
+def row_step(call: str, name: str, view: View) -> int:
     """Elements from a row to the next."""
     step = rows_of(call, name, view)[2]
     if step % VECTOR:
@@ -169,7 +169,7 @@ def _check_append(views: _Views, heads_q: int, layout: str, eps: float) -> Reque
             f"{call}: weight has {problem['n']} rows; allowed: {heads_q} + 2 * {heads_kv} heads of "
             f"{dim} columns, a multiple of {2 * _HALF}"
         )
-    _check_indices(call, seen, m, dim)
+    check_indices(call, seen, m, dim)
     words = 2 if "positions" in seen and seen["positions"].dtype == "int64" else 1
     problem |= {
         "heads_q": heads_q, "heads_kv": heads_kv, "rope": "table" in seen,
@@ -180,7 +180,7 @@ def _check_append(views: _Views, heads_q: int, layout: str, eps: float) -> Reque
     return Request(views, {"out_q": out}, (_launch(call, APPEND, problem),))
 
 
-def _check_indices(call: str, seen: Mapping[str, View], m: int, dim: int) -> None:
+def check_indices(call: str, seen: Mapping[str, View], m: int, dim: int) -> None:
     check_dtype(call, "slot_mapping", seen["slot_mapping"], ("int32",))
     check_shape(call, "slot_mapping", seen["slot_mapping"], (m,), "[m], here")
     if ("positions" in seen) != ("table" in seen):

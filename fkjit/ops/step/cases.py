@@ -16,7 +16,7 @@ from fkjit.runtime.interop import numpy_dtype
 from fkjit.spec import Arrays, Params, Problem, Verification
 
 _POISON = 7.0  # in pages, where nothing is appended
-_TABLE_ROWS = 90
+TABLE_ROWS = 90
 
 
 def _common(params: Params, m: int, n: int, k: int, bias: bool) -> dict[str, Any]:
@@ -52,48 +52,54 @@ def _append_problems(params: Params, scale: str) -> list[dict[str, Any]]:
         found.append({
             **_common(params, min(m, most // (2 * k + 64)), n, k, m > 2), "heads_q": heads_q,
             "heads_kv": heads_kv, "head_dim": dim, "layout": layout, "position_words": words,
-            "table_rows": _TABLE_ROWS if params["rope"] else 0, "page_size": 16, "num_pages": 4,
+            "table_rows": TABLE_ROWS if params["rope"] else 0, "page_size": 16, "num_pages": 4,
             **{f"{side}_pages": (16 * heads_kv * dim, head, token) for side in "kv"},
         })  # fmt: skip
     return [problem for problem in found if problem["m"]]
 
 
-def _matrix(array: Any, rows: int, columns: int, stride: int) -> np.ndarray:
+def matrix(array: Any, rows: int, columns: int, stride: int) -> np.ndarray:
     """[rows, columns] of a buffer."""
     array = np.asarray(array)
     steps = (stride * array.itemsize, array.itemsize)
     return np.lib.stride_tricks.as_strided(array, (rows, columns), steps)
 
 
-def _wide(p: Problem) -> int:
+def wide(p: Problem) -> int:
+    """Rows of the weight."""
     return p["n"] * (2 if p.get("gate") else 1)
 
 
 def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
     """x about 3, of a deviation of 2, so that a mean that is forgotten shows; gaps hold NaN."""
     kind, k, made = numpy_dtype(p["dtype"]), p["k"], {}
-    spread = {"x": (p["m"], 2.0, 3.0), "weight": (_wide(p), 1 / math.sqrt(k), 0.0)}
+    spread = {"x": (p["m"], 2.0, 3.0), "weight": (wide(p), 1 / math.sqrt(k), 0.0)}
     for name, (rows, deviation, mean) in spread.items():
         stride = p[f"{name}_stride"]
         made[name] = np.full(rows * stride, np.nan, kind)
         values = deviation * rng.standard_normal((rows, k)) + mean
-        _matrix(made[name], rows, k, stride)[...] = values.astype(kind)
+        matrix(made[name], rows, k, stride)[...] = values.astype(kind)
     made["norm_weight"] = (1 + 0.2 * rng.standard_normal(k)).astype(kind)
     if p["bias"]:
-        made["bias"] = rng.standard_normal(_wide(p)).astype(kind)
+        made["bias"] = rng.standard_normal(wide(p)).astype(kind)
     if p["norm"] == "layer":
         made["norm_bias"] = (0.2 * rng.standard_normal(k)).astype(kind)
     return made
 
 
 def _append_inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
+    return {**_inputs(params, p, rng), **places(p, rng)}
+
+
+def places(p: Problem, rng: np.random.Generator) -> Arrays:
+    """Slots, of which every third is none; positions and angles, where q and k turn."""
     slots = rng.permutation(p["num_pages"] * p["page_size"])[: p["m"]].astype(np.int32)
     slots[2::3] = -1
-    made = {**_inputs(params, p, rng), "slot_mapping": slots}
+    made: Arrays = {"slot_mapping": slots}
     if p["rope"]:
         kind = np.int64 if p["position_words"] == 2 else np.int32
-        made["positions"] = rng.integers(0, _TABLE_ROWS, p["m"], kind)
-        made["table"] = rope_table(_TABLE_ROWS, p["head_dim"])
+        made["positions"] = rng.integers(0, TABLE_ROWS, p["m"], kind)
+        made["table"] = rope_table(TABLE_ROWS, p["head_dim"])
     return made
 
 
@@ -101,7 +107,8 @@ def _linear_outputs(params: Params, p: Problem) -> Arrays:
     return {"out": np.full(p["m"] * p["out_stride"], np.nan, numpy_dtype(p["dtype"]))}
 
 
-def _append_outputs(params: Params, p: Problem) -> Arrays:
+def append_outputs(params: Params, p: Problem) -> Arrays:
+    """q, and pages of poison."""
     kind = numpy_dtype(p["dtype"])
     shape = page_shape(p["layout"], p["num_pages"], p["page_size"], p["heads_kv"], p["head_dim"])
     pages = {f"{side}_pages": np.full(shape, _POISON, kind) for side in "kv"}
@@ -110,8 +117,8 @@ def _append_outputs(params: Params, p: Problem) -> Arrays:
 
 def _product(p: Problem, arrays: Mapping[str, Any]) -> np.ndarray:
     """Of the normalised rows and the weight, with the bias."""
-    x = _matrix(arrays["x"], p["m"], p["k"], p["x_stride"]).astype(np.float64)
-    weight = _matrix(arrays["weight"], _wide(p), p["k"], p["weight_stride"]).astype(np.float64)
+    x = matrix(arrays["x"], p["m"], p["k"], p["x_stride"]).astype(np.float64)
+    weight = matrix(arrays["weight"], wide(p), p["k"], p["weight_stride"]).astype(np.float64)
     factor = np.asarray(arrays["norm_weight"]).astype(np.float64)
     if p["norm"] == "layer":
         x = x - x.mean(-1, keepdims=True)
@@ -126,13 +133,18 @@ def _linear_reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     z, n = _product(p, arrays), p["n"]
     y = activated(p["activation"], z[:, :n])
     made = np.full(p["m"] * p["out_stride"], np.nan)
-    _matrix(made, p["m"], n, p["out_stride"])[...] = y * z[:, n:] if p["gate"] else y
+    matrix(made, p["m"], n, p["out_stride"])[...] = y * z[:, n:] if p["gate"] else y
     return {"out": made}
 
 
 def _append_reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
+    return appended(p, arrays, _product(p, arrays))
+
+
+def appended(p: Problem, arrays: Mapping[str, Any], product: np.ndarray) -> Arrays:
+    """What becomes of q, k and v side by side."""
     dim, kv = p["head_dim"], p["heads_kv"]
-    heads = _product(p, arrays).reshape(p["m"], -1, dim)
+    heads = product.reshape(p["m"], -1, dim)
     turning = p["heads_q"] + kv
     if p["rope"]:
         table = np.asarray(arrays["table"]).astype(np.float64)[np.asarray(arrays["positions"])]
@@ -158,6 +170,6 @@ LINEAR = Verification(
     reference=_linear_reference, tolerance=_tolerance,
 )  # fmt: skip
 APPEND = Verification(
-    problems=_append_problems, inputs=_append_inputs, outputs=_append_outputs,
+    problems=_append_problems, inputs=_append_inputs, outputs=append_outputs,
     reference=_append_reference, tolerance=_tolerance,
 )  # fmt: skip

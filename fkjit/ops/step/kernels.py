@@ -65,7 +65,8 @@ def _linear_arguments(params: Params, problem: Problem, arrays: Mapping[str, Any
     return {**_arguments(params, problem, arrays), "out_stride": problem["out_stride"]}
 
 
-def _append_arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> Any:
+def append_arguments(problem: Problem) -> dict[str, Any]:
+    """What QkvAppend (templates/step/qkv_append.cuh) is told of a problem."""
     steps = {
         f"{side}_{name}_step": step
         for side in "kv"
@@ -73,11 +74,15 @@ def _append_arguments(params: Params, problem: Problem, arrays: Mapping[str, Any
     }
     names = ("position_words", "table_rows", "heads_q", "heads_kv", "head_dim")
     return {
-        **_arguments(params, problem, arrays), **steps,
+        **steps,
         **{name: problem[name] for name in names},
         "num_slots": problem["num_pages"] * problem["page_size"],
         "page_log2": problem["page_size"].bit_length() - 1,
-    }  # fmt: skip
+    }
+
+
+def _append_arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> Any:
+    return {**_arguments(params, problem, arrays), **append_arguments(problem)}
 
 
 def _grid(params: Params, problem: Problem) -> Dim3:

@@ -5,6 +5,16 @@
 #include "attention/decode/merge.cuh"
 #include "attention/decode/quantized.cuh"
 
+// The warps of a group meet: one, or the block's.
+template <int WARPS>
+__device__ __forceinline__ void group_sync() {
+  if (WARPS == 1) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
 struct QueryRows {
   int group_size, tokens, kv_heads;
   float group_inverse;  // 1 / group_size: a quotient of row + 1/2 is far enough from whole numbers

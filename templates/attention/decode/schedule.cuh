@@ -27,6 +27,8 @@ struct Sequences {
   // [batch + 1], where q and o are packed, or null: sequence b has row b. Then sequences of one new
   // token alone are there.
   const int* cu_seqlens_q = nullptr;
+  // >= 0: `seq_lens` has a number for each sequence of the batch, and its keys are so many more.
+  int added = -1;
 
   // Which row of q and o a sequence has, or which batch.
   __device__ __forceinline__ int queries(int number) const {
@@ -53,7 +55,11 @@ struct Sequence {
     const int at = all.rows == nullptr ? number : all.rows[number];
     if (static_cast<u32>(at) >= static_cast<u32>(all.table_rows)) return;  // there is none
     row = at;
-    length = all.seq_lens == nullptr ? all.longest : min(max(all.seq_lens[at], 0), all.longest);
+    if (all.added >= 0) {
+      length = min(max(all.seq_lens[number] + all.added, 0), all.longest);
+    } else {
+      length = all.seq_lens == nullptr ? all.longest : min(max(all.seq_lens[at], 0), all.longest);
+    }
   }
   // Of a head; an empty sequence has one, in which its output is written.
   __device__ __forceinline__ int units(const Sequences& all, int unit_log2) const {

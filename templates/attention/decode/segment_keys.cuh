@@ -45,15 +45,21 @@ struct SegmentKeys {
     copy_step<Tile, GROUP_THREADS>(stage, stage + Tile::BYTES, k, v, threadIdx.x % GROUP_THREADS,
                                    page, page_log2, num_pages, key(step));
   }
-  // Steps FIRST .. LAST - 1, as far as there are any; each is a group of copies.
-  template <int FIRST, int LAST>
+  // Steps FIRST .. LAST - 1, as far as there are any; each is a group of copies. before(its first key).
+  template <int FIRST, int LAST, typename Before>
   __device__ __forceinline__ void fetch_first(u32 ring, const int (&page)[STAGES], int page_log2,
-                                              u32 num_pages) const {
+                                              u32 num_pages, Before before) const {
 #pragma unroll
     for (int step = FIRST; step < LAST; ++step) {
+      before(key(step));
       if (step < steps) fetch(ring, step, page[step], page_log2, num_pages);
       cp_async_commit();
     }
+  }
+  template <int FIRST, int LAST>
+  __device__ __forceinline__ void fetch_first(u32 ring, const int (&page)[STAGES], int page_log2,
+                                              u32 num_pages) const {
+    fetch_first<FIRST, LAST>(ring, page, page_log2, num_pages, [](int) {});
   }
   __device__ __forceinline__ void look_up(int (&of)[STAGES]) const {
 #pragma unroll

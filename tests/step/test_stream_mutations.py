@@ -1,0 +1,58 @@
+"""Bugs planted in the kernels of streamed decode steps show: as races or as wrong numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.mutations import Bug
+from tests.core.test_mutations import KINDS, outcome
+
+K, RINGS, SUMS = (
+    "kernels_cu/step/stream.cu", "templates/step/stream_rings.cuh", "templates/step/stream_sums.cuh"
+)  # fmt: skip
+SHARED = {"kernel": "streamed_linear.stream", "params": {"tile": (64, 4, 80), "leaves": "none"}}
+LEAVING = {"kernel": "streamed_linear.stream", "params": {"tile": (64, 4, 80), "leaves": "rms"}}
+GATED = {"kernel": "streamed_linear.stream", "params": {"gate": True}}
+CENTERED = {"kernel": "streamed_linear.stream", "params": {"norm": "layer"}}
+APPEND = {"kernel": "streamed_append.stream", "params": {"norm": "rms"}}
+
+BUGS = (
+    Bug("no wait for the weight", RINGS,
+        "mbarrier_wait(weight_full(of_weight.stage), of_weight.parity);", "", by="race", **GATED),
+    Bug("no wait for x", RINGS, "mbarrier_wait(x_full(of_x.stage), of_x.parity);", "", by="race",
+        **GATED),
+    Bug("a stage of the weight fetched before it is free", RINGS,
+        "mbarrier_wait(weight_empty(place.stage), place.parity ^ 1);", "", by="race", **GATED),
+    Bug("a stage let go while it is multiplied", RINGS, "wgmma_wait<1>();", "", by="race", **GATED),
+    Bug("others' sums read before they are there", K, "    meet_cluster();\n  } else",
+        "    __syncthreads();\n  } else", by="race", **SHARED),
+    Bug("a block over whose sums are read", K,
+        "if (CLUSTER > 1) meet_cluster();  // the others", "// the others", by="end", **SHARED),
+    Bug("a part of k left out", SUMS, "for (int rank = 1; rank < CLUSTER",
+        "for (int rank = 2; rank < CLUSTER", by="numbers", **SHARED),
+    Bug("up where gate is", RINGS, "row + half * apart", "row", by="numbers", **GATED),
+    Bug("a part of the squares left out", SUMS, "for (int first = 0; first < parts",
+        "for (int first = 1; first < parts", by="numbers", **APPEND),
+    Bug("the mean not taken away", K, "-means[row]", "means[row]", by="numbers", **CENTERED),
+    Bug("the norm's bias left out", K,
+        "if (CENTERED) add_four(z, sums.of(x_rows + 8, place));", "", by="numbers", **CENTERED),
+    Bug("squares of half a row", SUMS, "lanes_sum<LANES>(x.x * x.x",
+        "lanes_sum<LANES / 2>(x.x * x.x", by="numbers", **LEAVING),
+    Bug("a pair that is none", K, "sum_of(quad + ROWS / 2, column + ROWS / 2)",
+        "sum_of(quad + ROWS / 2, column)", by="numbers", kernel="streamed_append.stream",
+        params={"dtype": "fp16"}),
+    Bug("a slot beyond what is reserved", "kernels_cu/step/begin.cu", "if (length < end)",
+        "if (known)", by="numbers", kernel="step_begin.rows"),
+    Bug("largest of one warp", "kernels_cu/step/pick.cu", "lane < WARPS ?", "lane < 1 ?",
+        by="numbers", kernel="pick_largest.rows"),
+    Bug("the new key left out", "templates/attention/decode/schedule.cuh",
+        "all.seq_lens[number] + all.added", "all.seq_lens[number]", by="numbers",
+        kernel="settled_attention.split"),
+)  # fmt: skip
+
+
+@pytest.mark.sampled(key=lambda bug: bug.by)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    said = outcome(bug, monkeypatch, plant=True)
+    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
