@@ -29,8 +29,9 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """Of a window, biases, one sequence and several, one of which is none."""
     dim, group = params["head_dim"], params["group"]
     full = scale == "full"
-    blocks = 132 if full else 4
-    heads_kv = max(2, -(-blocks // (group * dim)))  # every block has outputs of each product
+    blocks = 132 if full else 4 if params["own"] == group else 8
+    least = 2 if params["own"] == group else 1
+    heads_kv = max(least, -(-blocks // (group * dim)))  # every block has outputs of each product
     if params["codes"]:
         heads_kv = max(1, _GROUP // (group * dim))
     hidden, mlp = (256, 1024) if full else (128, 256) if params["codes"] else (64, 96)
