@@ -13,6 +13,7 @@ from fkjit.jit.build import quiet
 torch = pytest.importorskip("torch", reason="needs torch")
 transformers = pytest.importorskip("transformers", reason="needs transformers, fkjit[models]")
 from fkjit.models.joined import as_one, groups, is_conv1d  # noqa: E402
+from tests.core.sampling import one_in  # noqa: E402
 from tests.models.test_patch import SEEN, TOKENS, built  # noqa: E402
 
 NEW = 4
@@ -44,6 +45,7 @@ def generated(model, **more):
     return found
 
 
+@one_in(2)
 @pytest.mark.parametrize("more", [
     {}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
     {"cache_implementation": "static", "disable_compile": True, "attention_mask": None},
@@ -52,6 +54,7 @@ def test_tokens_are_those_of_transformers(model, more):
     assert torch.equal(generated(model, **more), model.plain.generate(**options(**more)))
 
 
+@one_in(2)
 def test_inference_mode_leaves_nothing_that_other_calls_cannot_use(model):
     with torch.inference_mode():
         first = generated(model)
@@ -60,6 +63,7 @@ def test_inference_mode_leaves_nothing_that_other_calls_cannot_use(model):
         assert torch.equal(model.generate(**options()), first)
 
 
+@one_in(2)
 def test_a_dictionary_has_scores_and_logits(model):
     said = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True,
             "repetition_penalty": 1.3, "max_new_tokens": 2}  # fmt: skip
@@ -72,6 +76,7 @@ def test_a_dictionary_has_scores_and_logits(model):
     assert torch.equal(plain.sequences, generated(model))
 
 
+@one_in(2)
 @pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.0001}], ids=["graph", "processors"])
 def test_sequences_end_at_stop_tokens_and_a_streamer_hears_of_each(model, more):
     wanted = model.plain.generate(**options())
@@ -90,6 +95,7 @@ def test_sequences_end_at_stop_tokens_and_a_streamer_hears_of_each(model, more):
     assert heard.pop() is None and torch.equal(torch.cat(heard, 1)[:, : wanted.shape[1]], wanted)
 
 
+@one_in(2)
 def test_draws_follow_the_seed_and_keep_to_top_k(model):
     """One sequence 64 times, whose first new token is drawn of three; and a step's tokens."""
     said = {"do_sample": True, "top_k": 3, "temperature": 2.0, "max_new_tokens": 1,
@@ -111,6 +117,7 @@ def test_draws_follow_the_seed_and_keep_to_top_k(model):
     assert (counts - (values / 2).softmax(-1)).abs().max() < 0.17  # 4 of its deviations
 
 
+@one_in(3)
 @pytest.mark.parametrize("more", [
     {"num_beams": 2}, {"return_dict_in_generate": True, "output_hidden_states": True},
     {"use_cache": False},
@@ -138,6 +145,7 @@ def test_other_calls_are_transformers_own(model, more, monkeypatch):
     assert found.shape == (2, len(TOKENS[0]) + 2)
 
 
+@one_in(2)
 def test_hooks_and_dropout_are_for_transformers(model):
     engines = model.generate.args[1]
     engines.engine, heard = None, []
