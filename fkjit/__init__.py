@@ -47,6 +47,9 @@ _PUBLIC = {
     "linear": "fkjit.ops.gemm.call",
     "quantize": "fkjit.ops.quantize.call",
     "dequantize": "fkjit.ops.quantize.call",
+    "quantize_rms_norm": "fkjit.ops.quantize.made",
+    "quantize_layer_norm": "fkjit.ops.quantize.made",
+    "quantize_gated": "fkjit.ops.quantize.made",
     "QuantizedTensor": "fkjit.ops.quantize.schemes",
     "quantize_attention": "fkjit.ops.attention.quantized.quantize",
     "quantized_attention": "fkjit.ops.attention.quantized.call",
@@ -112,6 +115,9 @@ __all__ = [
     "prepare",
     "quantize",
     "quantize_attention",
+    "quantize_gated",
+    "quantize_layer_norm",
+    "quantize_rms_norm",
     "quantized_attention",
     "reduce_max",
     "reduce_mean",
@@ -171,6 +177,7 @@ if TYPE_CHECKING:
     from fkjit.ops.moe.route_and_regroup import moe_route_and_regroup
     from fkjit.ops.norm.call import layer_norm, rms_norm
     from fkjit.ops.quantize.call import dequantize, quantize
+    from fkjit.ops.quantize.made import quantize_gated, quantize_layer_norm, quantize_rms_norm
     from fkjit.ops.quantize.schemes import QuantizedTensor
     from fkjit.ops.reduce.call import reduce_max, reduce_mean, reduce_sum
     from fkjit.ops.rope.call import rope

@@ -71,9 +71,13 @@ def _compiled(problem: Problem, arrays: Arrays) -> Prepared:
     return Prepared(lambda: attention(*tensors), capturable=False)
 
 
+def _is_ragged(problem: Problem) -> bool:
+    return problem["causal"] and problem["seqlen_q"] != problem["seqlen_k"]
+
+
 def _own_choice(problem: Problem, arrays: Arrays) -> Prepared:
     """SDPA as most people call it: PyTorch chooses the backend."""
-    if problem["causal"] and problem["seqlen_q"] != problem["seqlen_k"]:
+    if _is_ragged(problem):
         raise Refused("is_causal is aligned to the top left here, ours to the bottom right")
     grouped, causal = problem["heads_q"] != problem["heads_kv"], problem["causal"]
     q, k, v = (arrays[name] for name in "qkv")
@@ -81,12 +85,25 @@ def _own_choice(problem: Problem, arrays: Arrays) -> Prepared:
     return Prepared(lambda: attention(q, k, v, is_causal=causal, enable_gqa=grouped))
 
 
+def _to_the_last_key(problem: Problem, arrays: Arrays) -> Callable[..., Any]:
+    """Causal where queries and keys differ in number, which FlashAttention-2 alone has."""
+    bias = import_module("torch.nn.attention.bias")
+    mask = bias.causal_lower_right(problem["seqlen_q"], problem["seqlen_k"])
+    grouped = problem["heads_q"] != problem["heads_kv"]
+    q, k, v = (arrays[name] for name in "qkv")
+    attention = import_module("torch").nn.functional.scaled_dot_product_attention
+    return lambda: attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
 def _sdpa(backend: str) -> Callable[[Problem, Arrays], Prepared]:
     def prepare(problem: Problem, arrays: Arrays) -> Prepared:
         choice = import_module("torch.nn.attention")
         if backend == "MATH":
             _fits(problem, size=4)  # it works in fp32
-        attention = _own_choice(problem, arrays).call
+        if backend == "FLASH_ATTENTION" and _is_ragged(problem):
+            attention = _to_the_last_key(problem, arrays)
+        else:
+            attention = _own_choice(problem, arrays).call
         chosen = getattr(choice.SDPBackend, backend)
 
         def call() -> Any:

@@ -19,6 +19,7 @@ MISSING: dict[str, str] = {
     "attention_backward_form": "the twin of attention_backward, with a line or two more for each",
     "attention_few": "the twin of attention, on a grid of parts",
     "attention_resumed": "a step of ring attention: bench distributed measures whole ones",
+    "cross_entropy": "a part of the loss: bench.models.train measures whole steps",
     "decode_form": "the twin of attention_decode, with a line or two more for each form",
     "decode_step": "a whole decode step: bench.models.decode measures it",
     "dequantize": "a product of two arrays, which PyTorch's own kernels do as well",

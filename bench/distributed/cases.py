@@ -59,14 +59,14 @@ def ring(tokens: int, device: Any, stack: ExitStack, backward: bool, small: bool
         calls["ulysses"] = form("ulysses")
     if not small:
         calls["ring, symmetric"] = form("ring", transport="symmetric")
-        if dist.get_backend() == "nccl":  # through the host it ends the process
-            calls["torch context parallel"] = lazily(
-                lambda: peers.torch_context_parallel(*wholes, stack)
-            )
         calls["all-gather + torch"] = lambda: peers.gathered(q, k, v, peers.torch_attend)
     if not backward:
         calls["naive ring"] = lambda: peers.naive_ring(q, k, v)
         calls["all-gather + fkjit"] = lambda: peers.gathered(q, k, v, peers.fkjit_attend)
+    if not small and dist.get_backend() == "nccl":  # last; through the host it ends the process
+        calls["torch context parallel"] = lazily(
+            lambda: peers.torch_context_parallel(*wholes, stack)
+        )
     line = {name: make(a, machine, size, "zigzag", backward) for name, make in FORMS.items()}
     predicted = {name: x.seconds for name, x in line.items()}
     predicted["ring, symmetric"] = predicted["ring"]

@@ -77,21 +77,20 @@ def fkjit_attend(q: Any, k: Any, v: Any) -> Any:
 
 def torch_context_parallel(q: Any, k: Any, v: Any, stack: ExitStack) -> Call:
     """PyTorch's own, with its load balancing. q, k, v: of the whole sequence; KV heads are
-    repeated, as it knows no groups. The context stays open until `stack` closes."""
+    repeated, as it knows no groups. The context stays open until `stack` closes, so that no other
+    call of PyTorch's attention may follow."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
     group = q.shape[1] // k.shape[1]
-    rows = [q.clone(), *(x.repeat_interleave(group, 1) for x in (k, v))]
+    buffers = [q.clone(), *(x.repeat_interleave(group, 1) for x in (k, v))]
     mesh = init_device_mesh(q.device.type, (dist.get_world_size(),))
-    stack.enter_context(context_parallel(mesh, buffers=rows, buffer_seq_dims=[2, 2, 2]))
-    backend = torch.nn.attention.SDPBackend.FLASH_ATTENTION
-    stack.enter_context(torch.nn.attention.sdpa_kernel(backend))
-    for x in rows:
-        x.requires_grad_()
+    stack.enter_context(context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2]))
+    rows = [x.detach().requires_grad_() for x in buffers]  # buffers are resized when it closes
 
     def call() -> Any:
-        return F.scaled_dot_product_attention(*rows, is_causal=True)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(*rows, is_causal=True)
 
     return call
 

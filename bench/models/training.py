@@ -7,7 +7,12 @@ loss and compiler:
     sdpa      scaled_dot_product_attention
     compile   sdpa under torch.compile
     patch     fkjit.models.patch
-    fkjit     the same, and fkjit.models.linear_cross_entropy in place of the head and the loss
+    fkjit     the same with loss=True: linear_cross_entropy in place of the head and the loss
+    graph     fkjit's whole step, with the optimizer, as one CUDA graph
+    compiled  fkjit's model under torch.compile
+
+The learning rate rises over the first steps: without that GPT-2's loss jumps now and then, at
+another step with each way to round.
 """
 
 from __future__ import annotations
@@ -18,14 +23,14 @@ from typing import Any
 import torch
 import transformers
 
-from fkjit.models import linear_cross_entropy, patch
+from fkjit.models import CapturedStep, patch
 from fkjit.models.config import fields_of
 
-CANDIDATES = ("eager", "sdpa", "compile", "patch", "fkjit")
-RATE = 3e-4
+CANDIDATES = ("eager", "sdpa", "compile", "patch", "fkjit", "graph")
+RATE, WARM_UP = 3e-4, 50  # steps
+_OURS = ("fkjit", "graph", "compiled")
 _KINDS, _NOISE = 512, 0.1  # of tokens; how often one follows that does not have to
 _NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0)
-_IGNORED = -100
 
 
 def built(config: Any, attention: str, dtype: Any, device: Any, seed: int = 0) -> Any:
@@ -35,9 +40,9 @@ def built(config: Any, attention: str, dtype: Any, device: Any, seed: int = 0) -
     said = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     said._attn_implementation = attention
     torch.manual_seed(seed)
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(said)
-    return model.to(dtype).train()
+    with torch.device(device):  # of that dtype from the start: `to` would round RoPE's frequencies
+        model = transformers.AutoModelForCausalLM.from_config(said, dtype=dtype)
+    return model.train()
 
 
 class Training:
@@ -46,25 +51,27 @@ class Training:
     def __init__(self, candidate: str, config: Any, dtype: Any, device: Any) -> None:
         attention = "eager" if candidate == "eager" else "sdpa"
         self.model = built(config, attention, dtype, device)
-        self.fused = candidate == "fkjit"
-        if candidate in ("patch", "fkjit"):
-            patch(self.model)
-        self._forward = torch.compile(self.model) if candidate == "compile" else self.model
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
-
-    def loss(self, tokens: Any) -> Any:
-        """Of the next token of each; tokens: [batch, length] int64."""
-        if not self.fused:
-            return self._forward(input_ids=tokens, labels=tokens).loss
-        hidden = self.model.base_model(input_ids=tokens).last_hidden_state
-        nexts = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=_IGNORED)
-        head = self.model.get_output_embeddings().weight
-        return linear_cross_entropy(hidden.flatten(0, 1), head, nexts.flatten())
+        captures = candidate == "graph"
+        if candidate == "patch" or candidate in _OURS:
+            patch(self.model, loss=candidate in _OURS)
+        compiles = candidate in ("compile", "compiled")
+        self._forward = torch.compile(self.model) if compiles else self.model
+        self._rate = torch.tensor(RATE, device=device)
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=self._rate, fused=True, capturable=captures
+        )
+        self._steps = 0
+        self._run = CapturedStep(self.model, self._optimizer) if captures else self._eager
 
     def step(self, tokens: Any) -> Any:
-        """The loss before the step, a tensor."""
+        """The loss before the step, a tensor. tokens: [batch, length] int64."""
+        self._steps += 1
+        self._rate.fill_(RATE * min(1.0, self._steps / WARM_UP))
+        return self._run(input_ids=tokens, labels=tokens)
+
+    def _eager(self, **tensors: Any) -> Any:
         self._optimizer.zero_grad(set_to_none=True)
-        loss = self.loss(tokens)
+        loss = self._forward(**tensors).loss
         loss.backward()
         self._optimizer.step()
         return loss.detach()

@@ -21,7 +21,7 @@ import torch
 
 from ..core.environment import environment
 from ..core.store import SCHEMA, Writer, in_help, results_folder
-from . import attention, device, language, needle, products
+from . import attention, device, language, needle, on_gpu, products
 
 PARTS: dict[str, Callable[[np.random.Generator, bool], Iterator[dict[str, Any]]]] = {
     "products": products.schemes,
@@ -30,7 +30,11 @@ PARTS: dict[str, Callable[[np.random.Generator, bool], Iterator[dict[str, Any]]]
     "attention sums": attention.short_sums,
     "needle": needle.records,
     "models": language.records,
-    "kernel sums": device.records,  # on a GPU alone
+    # On a GPU alone:
+    "kernel sums": device.records,
+    "kernel forms": on_gpu.forms,
+    "kernel needle": on_gpu.needles,
+    "speed": on_gpu.speed,
 }
 
 

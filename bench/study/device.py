@@ -21,9 +21,14 @@ _STEPS = (0, 8, 4, 1)  # of 128 of k that a tensor core sums; 0: all
 _ROWS, _OUTPUTS = 16, 32
 
 
+def is_hopper() -> bool:
+    """Whether this machine's GPU has the tensor cores that the study is about."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
 def records(rng: np.random.Generator, quick: bool) -> Iterator[dict[str, Any]]:
     """A record a sign, length and interval: both errors, and the share of sums with equal bits."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    if not is_hopper():
         return
     for k in (256, 1024) if quick else LENGTHS:
         drawn = [torch.from_numpy(rng.standard_normal((n, k))) for n in (_ROWS, _OUTPUTS)]

@@ -13,6 +13,7 @@ docs/MODELS.md has what each replacement needs, and what a Decoder does.
 
 from __future__ import annotations
 
+from fkjit.models.captured_step import CapturedStep
 from fkjit.models.config import ModelConfig, named_configs
 from fkjit.models.decoder import Decoder, Token
 from fkjit.models.experts import register_experts
@@ -25,6 +26,7 @@ from fkjit.models.torch_flash import register_flash_attention
 from fkjit.models.weights import random_weights
 
 __all__ = [
+    "CapturedStep",
     "Decoder",
     "ModelConfig",
     "Report",

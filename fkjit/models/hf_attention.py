@@ -10,6 +10,14 @@ from fkjit.ops.attention.forward import attention
 from fkjit.ops.op import torch_ops
 
 NAME = "fkjit"
+_NOWHERE = (0, 0, 0, 0)  # the shape of a mask that says: causal, and nothing else
+
+
+def causal_mask(like: Any) -> Any:
+    """A mask that transformers hands on as it is, and `attention_forward` knows: to find out that a
+    causal mask is needed and nothing else transformers waits for the GPU, and where that cannot be
+    (CUDA graphs, torch.compile) makes a mask of all pairs."""
+    return like.new_empty(_NOWHERE, dtype=torch_ops.torch_seen().bool)
 
 
 def register() -> None:
@@ -43,6 +51,8 @@ def attention_forward(
             "fkjit.models: attention with a position_bias; allowed: None, so this model's "
             "attention stays: patch(model, attention=False)"
         )
+    if attention_mask is not None and tuple(attention_mask.shape) == _NOWHERE:
+        attention_mask = None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     if causal and key.shape[2] > query.shape[2]:  # a static cache that was empty: row i is key i

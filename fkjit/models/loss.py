@@ -6,8 +6,9 @@ before the next one begins. What a chunk leaves to its two products of gradients
 gradient, 16 bits each; logits in fp32 are there for a part of its rows at a time. So chunks can be
 large, which they should: each reads and writes the weight's gradient in fp32.
 
-Beside the products it is passes over logits that take time. There are two, a log_softmax and an
-exponential; masks and the mean's factor go to smaller arrays: rows of x, and the results.
+Beside the products it is passes over logits that take time. A kernel goes over them twice and
+writes their gradient at once (fkjit/ops/reduce/cross_entropy.py), with the mean's factor unless
+that is fp16.
 
 Source of the idea: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training".
 """
@@ -21,12 +22,12 @@ from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.gemm.call import linear
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.autograd import Differentiable, Tensors
+from fkjit.ops.reduce.cross_entropy import EVEN, cross_entropy
 
 _CALL = "linear_cross_entropy"
-_GRADIENTS = 1 << 29  # of a chunk's logits at most, where nothing is said: 1 GiB in 16 bits
+_GRADIENTS = 1 << 30  # of a chunk's logits at most, where nothing is said: 2 GiB in 16 bits
 _LOGITS = 1 << 27  # those that are there in fp32: 512 MiB
 _TILE = 256  # rows are shared out by as many as products take at a time
-_EVEN = 8  # columns of the logits' gradient: 16 bytes
 _REDUCTIONS = ("mean", "sum")
 
 
@@ -46,17 +47,19 @@ def linear_cross_entropy(
             fp32, rows contiguous.
         target: [tokens] int64, from 0 up to the vocabulary, or ignore_index: no part of the loss.
         reduction: "mean" over the targets that count, or "sum".
-        chunk: rows at a time; default: as many as make a gradient of the logits of up to 1 GiB
-            in 16 bits. Beside it are up to 512 MiB of logits, and the weight's gradient in fp32.
+        chunk: rows at a time; default: as many as make a gradient of the logits of up to 2 GiB
+            in 16 bits. Beside it are up to 512 MiB of logits, and, where there are more chunks than
+            one and in fp16, the weight's gradient in fp32.
 
     Returns:
         The loss, fp32 [], with gradients of x and weight. They are made together with the loss, as
         far as x and weight require them; that of the weight is added up in fp32. Logits are fp32,
         their gradient is rounded to x's dtype once.
 
+    A target out of range makes the loss NaN.
+
     Raises:
         ParameterError: shapes, an unknown reduction. ArgumentTypeError: no tensors, mixed dtypes.
-        Targets out of range are PyTorch's error.
     """
     _check(x, weight, target)
     one_of(_CALL, "reduction", reduction, _REDUCTIONS)
@@ -105,76 +108,76 @@ def _forward(inputs: Tensors, options: Any) -> tuple[Tensors, Tensors]:
     torch = torch_ops.torch_seen()
     x, weight, target = (array.detach() for array in inputs)
     ignored, mean, rows, of_x, of_weight = options
-    kept = (target != ignored)[:, None]
+    kept = target != ignored
     scale = 1.0 / kept.sum() if mean else torch.ones((), device=x.device)
+    narrow = x.dtype is torch.float16  # a mean's gradients of logits would be below all numbers
+    factors = kept.float() if narrow else kept * scale
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     dx, dweight = torch.empty_like(x) if of_x else None, None
-    padded = _padded(weight)
+    padded, once = _padded(weight), x.shape[0] <= rows and not narrow
     for begin in range(0, x.shape[0], rows):
         span = slice(begin, begin + rows)
-        at = target[span, None].where(kept[span], 0)
+        at = target[span].where(kept[span], 0)
         gradient = x.new_empty(at.shape[0], padded.shape[0]) if of_x or of_weight else None
-        loss += _losses(x[span], padded, at, weight.shape[0], gradient).where(kept[span], 0).sum()
+        found = _losses(x[span], padded, at, factors[span], weight.shape[0], gradient)
+        loss += found.where(kept[span], 0).sum()
         if dx is not None:
             linear(gradient, padded, weight_layout="kn", out=dx[span])
         if of_weight:
-            dweight = _added(dweight, gradient, x[span] * kept[span])
+            dweight = _added(dweight, gradient, x[span], once)
         del gradient  # before there is another one
-    if dx is not None:
-        dx.mul_(kept * scale)
+    if dx is not None and narrow:
+        dx.mul_(scale)
     if of_weight:
-        dweight = _scaled(dweight, scale, weight)
+        dweight = _rounded(dweight, scale if narrow else None, weight)
     return (loss * scale,), (dx, dweight)
 
 
 def _padded(weight: Any) -> Any:
     """With rows of zeros behind it, where logits would not start on 16-byte boundaries: a copy of
     the weight costs less than products of such rows."""
-    more = -weight.shape[0] % _EVEN
+    more = -weight.shape[0] % EVEN
     return torch_ops.torch_seen().nn.functional.pad(weight, (0, 0, 0, more)) if more else weight
 
 
-def _losses(x: Any, weight: Any, at: Any, vocabulary: int, gradient: Any) -> Any:
-    """fp32 [rows, 1], for the targets at. Into `gradient`, where there is one, goes that of the
-    logits; it has no mean's factor, and rows that do not count are like any other."""
-    torch, found = torch_ops.torch_seen(), []
+def _losses(x: Any, weight: Any, at: Any, factors: Any, vocabulary: int, gradient: Any) -> Any:
+    """fp32 [rows], for the targets at. Into `gradient`, where there is one, goes that of the
+    logits, times the rows' factors."""
+    found = []
     rows = _shared_out(x.shape[0], vocabulary, _LOGITS)
     for begin in range(0, x.shape[0], rows):
         span = slice(begin, begin + rows)
         logits = linear(x[span], weight, out_dtype="fp32")
-        logits[:, vocabulary:] = float("-inf")
-        torch.log_softmax(logits, -1, out=logits)
-        found.append(logits.gather(-1, at[span]))
-        if gradient is not None:
-            torch.exp(logits, out=gradient[span])
+        part = None if gradient is None else gradient[span]
+        found.append(cross_entropy(logits, at[span], factors[span], vocabulary, part))
         del logits  # before there are others
-    likely = torch.cat(found)
-    if gradient is not None:
-        gradient.scatter_(-1, at, likely.expm1().to(gradient.dtype))
-    return -likely
+    return torch_ops.torch_seen().cat(found)
 
 
-def _added(total: Any, gradient: Any, x: Any) -> Any:
-    """gradientᵀ x in fp32, added to the total, if there is one, by the product itself."""
+def _added(total: Any, gradient: Any, x: Any, once: bool) -> Any:
+    """gradientᵀ x in fp32, added to the total, if there is one, by the product itself. once: there
+    is no other chunk, and it is rounded at once."""
     if total is None:
-        return linear(gradient.t(), x, weight_layout="kn", out_dtype="fp32")
+        out_dtype = None if once else "fp32"
+        return linear(gradient.t(), x, weight_layout="kn", out_dtype=out_dtype)
     return linear(gradient.t(), x, weight_layout="kn", residual=total, out=total)
 
 
-def _scaled(total: Any, scale: Any, weight: Any) -> Any:
-    """The rows of `weight`, in its dtype; of no tokens, zeros."""
+def _rounded(total: Any, scale: Any, weight: Any) -> Any:
+    """The rows of `weight`, in its dtype, scaled where there is a scale; of no tokens, zeros."""
     torch = torch_ops.torch_seen()
     if total is None:
         return torch.zeros_like(weight)
-    return torch.mul(total[: weight.shape[0]], scale, out=torch.empty_like(weight))
+    rows = total[: weight.shape[0]]
+    return (rows if scale is None else rows.mul_(scale)).to(weight.dtype)
 
 
 def _backward(saved: Tensors, gradients: Tensors, needed: Tensors, options: Any) -> Tensors:
-    found = (
-        None if made is None or not wanted else made * gradients[0].to(made.dtype)
-        for made, wanted in zip(saved, needed[:2], strict=True)
-    )
-    return (*found, None)
+    torch = torch_ops.torch_seen()
+    found = [made if wanted else None for made, wanted in zip(saved, needed[:2], strict=True)]
+    there = [made for made in found if made is not None]
+    scaled = iter(torch._foreach_mul(there, gradients[0].to(there[0].dtype)) if there else ())
+    return (*(None if made is None else next(scaled) for made in found), None)
 
 
 _LOSS = Differentiable("LinearCrossEntropy", _forward, _backward)

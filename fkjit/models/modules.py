@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from fkjit.models.gated import gated_mlp
 from fkjit.ops.gemm.call import linear
 from fkjit.ops.norm.call import layer_norm, rms_norm
 from fkjit.ops.op import torch_ops
@@ -35,6 +36,12 @@ def replacement(module: Any) -> tuple[str, Forward] | None:
     return None
 
 
+def is_ours(forward: Any) -> bool:
+    """Whether a module's forward is a replacement of this package."""
+    made = getattr(forward, "func", None)
+    return getattr(made, "__module__", "").startswith("fkjit.")
+
+
 def floating(*arrays: Any) -> bool:
     """Whether arrays, without those that are None, have one dtype that kernels take."""
     torch = torch_ops.torch_seen()
@@ -61,8 +68,15 @@ def _layout(module: Any) -> str | None:
     return "kn" if conv1d else None
 
 
-def _product(module: Any, layout: Any, x: Any, activation: str | None = None) -> Any:
-    return linear(x, module.weight, module.bias, activation=activation, weight_layout=layout)
+def _product(
+    module: Any, layout: Any, x: Any, activation: str | None = None, residual: Any = None
+) -> Any:
+    weight = module.weight
+    if layout == "kn" and weight.stride(0) == 1:  # as `joined` leaves it
+        weight, layout = weight.t(), "nk"
+    return linear(
+        x, weight, module.bias, activation=activation, residual=residual, weight_layout=layout
+    )
 
 
 def _gated_mlp(module: Any) -> tuple[str, Forward] | None:
@@ -75,12 +89,18 @@ def _gated_mlp(module: Any) -> tuple[str, Forward] | None:
         return None
     if any(part is None or _layout(part) != "nk" or part.bias is not None for part in parts):
         return None
-    return "gated MLP", partial(_gated, *parts, activation)
+    return "gated MLP", partial(_gated, module, activation)
 
 
-def _gated(gate: Any, up: Any, down: Any, activation: str, x: Any) -> Any:
-    """The activation in the gate's product; `up` stays a product of its own, since both weights
-    in one array would take their memory twice."""
+def _gated(module: Any, activation: str, x: Any) -> Any:
+    """Gate and up in one product where their weights are in one array; else the activation in the
+    gate's product."""
+    made = gated_mlp(module, activation, x)
+    if made is not None:
+        return made
+    gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+    if any(_layout(part) is None for part in (gate, up, down)):
+        return type(module).forward(module, x)  # others came in their place
     return _product(down, "nk", _product(gate, "nk", x, activation) * _product(up, "nk", x))
 
 
@@ -95,10 +115,12 @@ def _gpt2_mlp(module: Any) -> tuple[str, Forward] | None:
     return "MLP", partial(_plain_mlp, module, activation)
 
 
-def _plain_mlp(module: Any, activation: str, x: Any) -> Any:
+def _plain_mlp(module: Any, activation: str, x: Any, residual: Any = None) -> Any:
+    """residual: added by the second product; for a module that drops nothing."""
     first, last = module.c_fc, module.c_proj
     inner = _product(first, _layout(first), x, activation)
-    return module.dropout(_product(last, _layout(last), inner))
+    made = _product(last, _layout(last), inner, residual=residual)
+    return module.dropout(made) if residual is None else made
 
 
 # ------------------------------------------------------------------ norms

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fkjit.arch import Arch
 from fkjit.models.config import ModelConfig
 from fkjit.models.plan import StepPlan, fits, streams
-from fkjit.models.quantized import has_codes
+from fkjit.models.quantized import scheme_of
 from fkjit.models.slots import State
 from fkjit.models.streamed import Places, Residual, StreamedLayers
 from fkjit.models.weights import Affine, Layer, Weights
@@ -38,11 +38,12 @@ class Fused(NamedTuple):
 
 
 class Network:
-    """The layers of a model. All methods can be captured into a CUDA graph."""
+    """The layers of a model. All methods can be captured into a CUDA graph. codes: the scheme of
+    weights that are codes, "" of several; None: all are numbers."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config, self.weights = config, weights
-        self.codes = any(map(has_codes, weights.layers))
+        self.codes = scheme_of(weights.layers)
 
     def fits(self, rows: int) -> bool:
         """Whether so many tokens can have five launches a layer."""

@@ -21,6 +21,8 @@ from fkjit.ops.step import whole as whole_step
 PRODUCTS = ("qkv", "out", "up", "down", "head")
 IMPLS = ("auto", "gemv", "skinny", "wgmma", "mma")
 MEASURED = "measured"
+_LONG = 2048  # tokens, from which on no key is read for each query head by itself
+_CODES = "int4_group"  # that a step of one launch takes
 _FUSED = ("qkv", "up")  # products that a fused layer has otherwise
 _TRIED = ("auto", "gemv", "skinny")
 _CALL = "Decoder"
@@ -78,11 +80,11 @@ _HOPPER, _BLOCKS = "sm_90a", 132  # multiprocessors of an H200
 _SOME, _SOME_ROWS = StepPlan.alike("skinny"), 16
 
 
-def usual(config: ModelConfig, rows: int, codes: bool, capability: tuple[int, int] | None
+def usual(config: ModelConfig, rows: int, codes: str | None, capability: tuple[int, int] | None
           ) -> StepPlan:  # fmt: skip
-    """The plan of a step of so many sequences, where none is given. codes: some weights are codes.
+    """The plan of a step of so many sequences, where none is given. codes: as a Network's.
     capability: the GPU's; None: the interpreter's."""
-    if capability != _MEASURED_ON or codes or config.qk_norm:
+    if capability != _MEASURED_ON or config.qk_norm:
         return StepPlan()
     wide = config.hidden >= _WIDE
     most = _STREAMED_WIDE if wide else _STREAMED_NARROW
@@ -90,39 +92,46 @@ def usual(config: ModelConfig, rows: int, codes: bool, capability: tuple[int, in
         return StepPlan(streamed=True)
     if rows <= _WHOLE_ROWS and fits_whole(config, rows, codes, arch(_HOPPER), _BLOCKS):
         return StepPlan(whole=True)
+    if codes is not None:
+        return StepPlan()
     if rows <= _FEW_ROWS and fits(config, rows, codes):
         return _FEW_WIDE if wide else _FEW_NARROW
     least = _FEW_ROWS if wide else step.ROWS
     return _SOME if least < rows <= _SOME_ROWS else StepPlan()
 
 
-def fits(config: ModelConfig, rows: int, codes: bool) -> bool:
+def fits(config: ModelConfig, rows: int, codes: str | None) -> bool:
     """Whether so many tokens can have five launches a layer."""
     widths = (config.hidden, config.head_dim, config.activation, config.gated)
-    return not config.qk_norm and not codes and step.fits(rows, *widths)
+    return not config.qk_norm and codes is None and step.fits(rows, *widths)
 
 
-def streams(config: ModelConfig, rows: int, codes: bool, arch: Arch) -> bool:
+def streams(config: ModelConfig, rows: int, codes: str | None, arch: Arch) -> bool:
     """Whether so many tokens can have `StepPlan(streamed=True)`."""
     widths = (config.hidden, config.mlp, config.heads_q * config.head_dim)
     said = (config.head_dim, config.activation, config.gated)
-    plain = not codes and not config.qk_norm and "wgmma" in arch.features
+    plain = codes is None and not config.qk_norm and "wgmma" in arch.features
     return plain and stream.fits(rows, widths, *said)
 
 
-def model_of(config: ModelConfig, layout: str, page_size: int) -> whole_step.Model:
-    """What the kernel is made for."""
+def model_of(
+    config: ModelConfig, layout: str, page_size: int, codes: bool = False, length: int = 0
+) -> whole_step.Model:
+    """What the kernel is made for. codes: weights of layers are of int4. length: of the longest
+    sequence there is room for."""
     return whole_step.Model(
         config.heads_q, config.heads_kv, config.head_dim, config.mlp, config.activation,
-        config.gated, config.eps, layout, page_size,
+        config.gated, config.eps, layout, page_size, codes=codes, long=length > _LONG,
     )  # fmt: skip
 
 
-def fits_whole(config: ModelConfig, rows: int, codes: bool, arch: Arch, blocks: int) -> bool:
-    """Whether so many sequences can have a step of one launch. codes: some weights are codes."""
-    if codes or config.qk_norm:
+def fits_whole(
+    config: ModelConfig, rows: int, codes: str | None, arch: Arch, blocks: int
+) -> bool:  # fmt: skip
+    """Whether so many sequences can have a step of one launch. codes: as a Network's."""
+    if codes not in (None, _CODES) or config.qk_norm:
         return False
-    model = model_of(config, "nhd", 1)
+    model = model_of(config, "nhd", 1, codes is not None)
     return whole_step.fits(model, rows, config.hidden, config.layers, arch, blocks)
 
 

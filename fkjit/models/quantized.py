@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fkjit.arguments import one_of
@@ -42,9 +42,11 @@ def keeper(config: ModelConfig, scheme: str | None) -> Callable[[Layer], Layer]:
     return kept
 
 
-def has_codes(layer: Layer) -> bool:
-    """Whether some product of it has a weight of codes."""
-    return any(isinstance(getattr(layer, name).weight, QuantizedTensor) for name in PRODUCTS)
+def scheme_of(layers: Iterable[Layer]) -> str | None:
+    """Of the weights that are codes; "": of several schemes. None: all are numbers."""
+    weights = (getattr(layer, name).weight for layer in layers for name in PRODUCTS)
+    found = {one.scheme for one in weights if isinstance(one, QuantizedTensor)}
+    return None if not found else found.pop() if len(found) == 1 else ""
 
 
 def described(scheme: str, n: int, k: int, dtype: str) -> QuantizedTensor:

@@ -25,6 +25,7 @@ from fkjit.runtime.interop import view
 
 _COUNTERS = 1 << 12  # an eighth of those that are there for all kernels of one graph
 _REPLAYS = 20  # of a graph that is timed
+LOGITS = "logits"  # a way of sampling: the caller takes the logits, and gives the next tokens
 _RING = 3  # host buffers: of the step that runs, of the one that is read, and one between them
 
 
@@ -114,11 +115,17 @@ class Steps:
         fused = self._fused() if plan.fused and network.fits(size) else None
         stream = network.hidden(state.tokens, state.positions, slots, cache, attend, plan, fused)
         logits = network.logits(stream, out=self._logits.rows(size), plan=plan)
-        self._pick(state, logits, mode, self._logits.largest(size))
+        best = None if mode == LOGITS else self._logits.largest(size)
+        self._pick(state, logits, mode, best)
+
+    def logits(self, count: int) -> Any:
+        """fp32 [count, vocabulary] of the last step; the next one overwrites them."""
+        return self._logits.rows(count)
 
     def _pick(self, state: State, logits: Any, mode: str, best: Any) -> None:
-        draws = None if mode == GREEDY else state.draws()
-        state.tokens.copy_(pick(logits, draws, mode, best))
+        if mode != LOGITS:
+            draws = None if mode == GREEDY else state.draws()
+            state.tokens.copy_(pick(logits, draws, mode, best))
         state.positions.add_(state.active)
 
     def graph(self, size: int, mode: str) -> Any:

@@ -89,7 +89,7 @@ def calls(
     yield from maker.codes()
     for size in sorted({1 << power for batch in batches for power in range(batch.bit_length())}
                        | set(batches)):  # fmt: skip
-        steps = usual(model, size, quantize is not None, capability)
+        steps = usual(model, size, quantize, capability)
         if steps.whole:
             yield maker.step(size)
         elif steps.streamed:
@@ -126,7 +126,7 @@ class _Maker:
         stream = self.array(rows, self.model.hidden)
         yield self.product(rows, *out, residual=stream, impl=plan.out)
         yield self.product(rows, *down, residual=stream, impl=plan.down)
-        fused = plan.fused and fits(self.model, rows, self.scheme is not None)
+        fused = plan.fused and fits(self.model, rows, self.scheme)
         yield from self._five(rows) if fused else self._eight(rows, plan)
 
     def step(self, rows: int) -> Call:
@@ -143,7 +143,8 @@ class _Maker:
             table, None if learned else array(LONGEST, model.head_dim, dtype="fp32"),
             array(rows, longest, dtype="int32"), all_rows, all_rows, pages, None,
         )  # fmt: skip
-        return Call("decode_step", (arrays, model_of(model, "nhd", PAGE_SIZE)), {})
+        codes, length = self.scheme is not None, min(model.max_length, LONGEST)
+        return Call("decode_step", (arrays, model_of(model, "nhd", PAGE_SIZE, codes, length)), {})
 
     def streamed(self, rows: int) -> Iterator[Call]:
         """A step whose products fetch their weight early."""

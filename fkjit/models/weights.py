@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from fkjit.arguments import shown
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.models.config import ModelConfig
+from fkjit.models.joined import as_one
 from fkjit.ops.op import torch_ops
 
 _CALL = "Decoder"
@@ -55,8 +56,8 @@ def arranged(
     """The weights of a Hugging Face `state_dict()`, in `dtype` on `device`; each layer as `keep`
     returns it, before the next one is read.
 
-    q, k and v, and gate and up, become one array each; GPT-2's are transposed. Those are copies:
-    drop the state where memory is short.
+    q, k and v, and gate and up, become one array each; GPT-2's are transposed. Those are copies,
+    but of weights that lie so already (`joined.join`): drop the state where memory is short.
 
     Raises:
         ArgumentTypeError: state is no mapping. ParameterError: a weight is missing, or its shape is
@@ -133,8 +134,14 @@ def _joined(read: _Reader, parts: list[tuple[str, int]], width: int) -> Affine:
     biases = [read.optional(f"{name}bias", rows) for name, rows in parts]
     if len(parts) == 1:
         return Affine(weights[0].contiguous(), biases[0])
-    bias = None if biases[0] is None else torch.cat(biases)
-    return Affine(torch.cat(weights), bias)
+    bias = None if biases[0] is None else _one(torch, biases)
+    return Affine(_one(torch, weights), bias)
+
+
+def _one(torch: Any, parts: list[Any]) -> Any:
+    """Rows below each other: a view where they lie so already."""
+    found = as_one(parts)
+    return torch.cat(parts) if found is None else found
 
 
 def _gpt2(config: ModelConfig, read: _Reader, keep: Keep) -> Weights:

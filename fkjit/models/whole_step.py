@@ -6,11 +6,13 @@ from typing import Any
 
 from fkjit.models.network import Network
 from fkjit.models.plan import fits_whole, model_of
+from fkjit.models.quantized import PRODUCTS
 from fkjit.models.slots import State
 from fkjit.models.weights import Layer
 from fkjit.ops.kv.cache import PagedKVCache
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.request import arch_of
+from fkjit.ops.quantize.schemes import QuantizedTensor
 from fkjit.ops.rope.frequencies import rope_table
 from fkjit.ops.step.whole import (
     Arrays,
@@ -22,7 +24,7 @@ from fkjit.ops.step.whole import (
 )
 from fkjit.runtime.interop import view
 
-_ALIGNED = 16  # bytes
+_ALIGNED, _ROUNDED = 16, 8  # elements between arrays; of a row of scales
 
 
 class WholeStep:
@@ -31,7 +33,8 @@ class WholeStep:
     def __init__(self, network: Network, cache: PagedKVCache, length: int) -> None:
         config, weights = network.config, network.weights
         self.network, self.cache = network, cache
-        self.model = model_of(config, cache.layout, cache.page_size)
+        codes = network.codes is not None
+        self.model = model_of(config, cache.layout, cache.page_size, codes, length)
         base, layers = _together(weights.embedding, [_arrays(one) for one in weights.layers])
         table = layer_table(base.data_ptr(), layers, list(config.windows))
         torch = torch_ops.torch_seen()
@@ -77,7 +80,21 @@ def has_whole(network: Network, rows: int) -> bool:
 
 def _arrays(layer: Layer) -> LayerArrays:
     parts = (layer.norm, layer.qkv, layer.out, layer.mlp_norm, layer.up, layer.down)
-    return LayerArrays(*(x for part in parts for x in (part.weight, part.bias)))
+    pairs = [(_numbers(part.weight), part.bias) for part in parts]
+    scales = [_scales(getattr(layer, name).weight) for name in PRODUCTS]
+    return LayerArrays(*(x for pair in pairs for x in pair), *scales)
+
+
+def _numbers(weight: Any) -> Any:
+    return weight.data if isinstance(weight, QuantizedTensor) else weight
+
+
+def _scales(weight: Any) -> Any:
+    """Rows of whole sixteens of bytes, of a weight of codes; else None."""
+    if not isinstance(weight, QuantizedTensor):
+        return None
+    torch = torch_ops.torch_seen()
+    return torch.nn.functional.pad(weight.scales, (0, -weight.scales.shape[1] % _ROUNDED))
 
 
 def _together(embedding: Any, layers: list[LayerArrays]) -> tuple[Any, list[LayerArrays]]:
@@ -86,16 +103,18 @@ def _together(embedding: Any, layers: list[LayerArrays]) -> tuple[Any, list[Laye
     if embedding.is_cuda:
         return embedding, layers
     torch = torch_ops.torch_seen()
-    rounded = [-(-x.numel() // _ALIGNED) * _ALIGNED for one in layers for x in one if x is not None]
-    room = torch.zeros(sum(rounded), dtype=embedding.dtype)
+    kind = embedding.dtype
+    seen = [x.flatten().view(kind) for one in layers for x in one if x is not None]
+    room = torch.zeros(sum(-(-x.numel() // _ALIGNED) * _ALIGNED for x in seen), dtype=kind)
     at = 0
 
     def moved(array: Any) -> Any:
         nonlocal at
         if array is None:
             return None
-        view = room[at : at + array.numel()].view(array.shape)
-        at += -(-array.numel() // _ALIGNED) * _ALIGNED
-        return view.copy_(array)
+        flat = array.flatten().view(kind)
+        view = room[at : at + flat.numel()]
+        at += -(-flat.numel() // _ALIGNED) * _ALIGNED
+        return view.copy_(flat)
 
     return room, [LayerArrays(*map(moved, one)) for one in layers]

@@ -16,6 +16,7 @@ from fkjit.user_kernels import load_folder
 KERNELS = (
     "elementwise.vector_add",
     "reduce.kernels",
+    "reduce.cross_entropy",
     "norm.kernels",
     "norm.kernels_backward",
     "rope.kernels",
@@ -36,6 +37,7 @@ KERNELS = (
     "grouped.kernels_ragged",
     "quantize.kernels",
     "quantize.kernels_few",
+    "quantize.kernels_made",
     "quantize.kernels_bytes",
     "step.kernels",
     "step.stream_kernel",

@@ -73,11 +73,11 @@ constexpr int BLOCK_K = 128, WARPGROUP = 128, THREADS = 4 * WARPGROUP, Q_STEPS =
 // What setmaxnreg gives to some it has taken from others of those that a block was launched with.
 static_assert(2 * MAIN_REGISTERS + DQ_REGISTERS + COPY_REGISTERS <= 65536 / WARPGROUP,
               "more would be waited for forever");
-static_assert(!(DIRECT && DETERMINISTIC), "turns are taken by the threads that start copies");
 
 using Layout = BackwardLayout<BLOCK_Q, HEAD_DIM, Q_STAGES, DO_STAGES, DQ_STAGES, BIAS, MASK, GUARD>;
 using QTile = Layout::QTile;  // of Q and dO
-using KTile = Layout::KTile;  // of K and V
+using KTile = Layout::KTile;  // of K
+using VTile = Layout::VTile;
 using DSTile = Layout::DSTile;
 using Rings = BackwardRings<Layout>;
 // Work items are taken by the warps that multiply, and by the thread that loads K and V.
@@ -130,13 +130,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const AttentionForm form${bias_batch} ${score_scalars},
     const Strides mask_bits_strides,  // between batches, heads and tiles, in words
     //% endif
-    //% if deterministic
     const int rounds,  // see backward_sm90/schedule.cuh, or with a form features.cuh
-    //% endif
     const int causal) {  // query i sees keys up to i + seqlen_k - seqlen_q
   //% if not deterministic
   constexpr u32* turns = nullptr;
-  constexpr int rounds = 1;
   //% elif not form
   constexpr u32* counters = nullptr;
   //% endif
@@ -324,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     NoBiasGradient bias_gradient;
     //% endif
     multiply_dq<elem_t, Layout, Tile, DETERMINISTIC, DIRECT>(
-        barriers, shared, sizes, next_work, works_taken, step_number, dq_sum, lane, warp,
+        barriers, shared, sizes, next_work, works_taken, step_number, dq_sum, turns, lane, warp,
         threadIdx.x == 2 * WARPGROUP, bias_gradient);
   } else {
     fewer_registers<COPY_REGISTERS>();
@@ -336,14 +333,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
                  sizes, counters);
     } else if (role == 1 && elect_one()) {
       // ---- K and V
-      const KeyLoads<KTile, Barriers> loads{barriers,           shared, Layout::K_STAGE,
-                                            shared + Layout::V, k_map,  v_map};
+      const KeyLoads<KTile, VTile, Barriers> loads{barriers,           shared, Layout::K_STAGE,
+                                                   shared + Layout::V, k_map,  v_map};
       load_keys(loads, sizes);
-    } else if (DETERMINISTIC && signals) {
+    } else if (DETERMINISTIC && !DIRECT && signals) {
       // ---- copies of dQ, in turns
       //% if deterministic
       const DQParts<Layout, Sizes::INDEX_ROWS> parts{dq_sum, shared};
-      copy_ordered<Layout>(barriers, turns, warp - 2, parts);
+      if constexpr (!DIRECT) copy_ordered<Layout>(barriers, turns, warp - 2, parts);
       //% endif
     }
   }

@@ -25,6 +25,7 @@
 
    Source: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/named_barrier.cuh"
@@ -38,7 +39,9 @@
 #include "attention/backward_sm90/barriers.cuh"
 #include "attention/backward_sm90/bias_gradient.cuh"
 #include "attention/backward_sm90/copies.cuh"
+#include "attention/backward_sm90/dq_pairs.cuh"
 #include "attention/backward_sm90/dq_products.cuh"
+#include "attention/backward_sm90/halves.cuh"
 #include "attention/backward_sm90/layout.cuh"
 #include "attention/backward_sm90/loads.cuh"
 #include "attention/backward_sm90/tile.cuh"
@@ -48,42 +51,51 @@
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};    // queries of a tile
-constexpr int HEAD_DIM = ${head_dim};  // of q, k, v and o, padded with zeros; of tiles WIDTH
+constexpr int HEAD_DIM = ${head_dim}, HEAD_DIM_V = ${head_dim_v};  // padded with zeros
 constexpr bool DETERMINISTIC = ${deterministic};
-constexpr bool DIRECT = !DETERMINISTIC;  // dQ is added up from registers, else by copies
+constexpr bool DIRECT = ${direct};  // dQ is added up from registers, else by copies
 constexpr int Q_STAGES = ${q_stages}, DO_STAGES = ${do_stages};  // tiles in shared memory
 constexpr int P_STAGES = ${p_stages}, DS_STAGES = ${ds_stages};  // P^T and dS^T of tiles
 constexpr int DQ_STAGES = ${dq_stages};                          // parts of dQ
 constexpr int MAIN_REGISTERS = ${main_registers}, DQ_REGISTERS = ${dq_registers};
 constexpr int COPY_REGISTERS = ${copy_registers};
+constexpr int LSE_AHEAD = ${lse_ahead}, DELTA_AHEAD = ${delta_ahead};  // pairs that are read early
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 constexpr bool VARLEN = ${varlen}, SOFTCAP = ${softcap}, ALIBI = ${alibi}, MASK = ${mask};
 
-constexpr int BLOCK_K = 64, WARPGROUP = 128, THREADS = 4 * WARPGROUP;
+constexpr bool PAIRED = ${paired};  // two thread blocks of a cluster have neighbouring keys
+constexpr bool SHARED_TILES = ${shared_tiles};  // and read each tile of Q and dO once
+
+constexpr int BLOCK_K = 64, WORK_K = PAIRED ? 2 * BLOCK_K : BLOCK_K;  // keys of a work item
+constexpr int WARPGROUP = 128, THREADS = 4 * WARPGROUP;
 constexpr int OWN_Q = BLOCK_Q / 2, Q_STEPS = OWN_Q / 16;  // of a warpgroup
 enum Meeting { P_READY = 1, DS_READY = 2, P_READ = 3 };   // named barriers of both warpgroups
 // What setmaxnreg gives to some it has taken from others of those that a block was launched with.
 static_assert(2 * MAIN_REGISTERS + DQ_REGISTERS + COPY_REGISTERS <= 65536 / WARPGROUP,
               "more would be waited for forever");
-static_assert(P_STAGES == 2 || DQ_STAGES > 0, "one place only where dQ needs the room");
+
 
 using Layout = BackwardLayout<BLOCK_Q, HEAD_DIM, Q_STAGES, DO_STAGES, DQ_STAGES, false, MASK, GUARD,
-                              BLOCK_K, 1, DS_STAGES, P_STAGES>;
-constexpr int OWN_COLUMNS = Layout::WIDTH / 2;  // of dK and dV, of a warpgroup
-using QTile = Layout::QTile;                    // of Q and dO
-using KTile = Layout::KTile;                    // of K and V
+                              BLOCK_K, 1, DS_STAGES, P_STAGES, HEAD_DIM_V, SHARED_TILES>;
+using QTile = Layout::QTile;
+using KTile = Layout::KTile;
+using VTile = Layout::VTile;
 using DSTile = Layout::DSTile;
 using Rings = BackwardRings<Layout>;
 // Work items are taken by the warps that multiply, and by the thread that loads K and V.
 using Barriers = BackwardBarriers<Layout, 3 * 4 + 1>;
 //% if form
-using Sizes = FormSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC, VARLEN, ALIBI, MASK>;
+using Sizes = FormSizes<BLOCK_Q, WORK_K, DETERMINISTIC, VARLEN, ALIBI, MASK>;
 //% else
-using Sizes = BackwardSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC>;
+using Sizes = BackwardSizes<BLOCK_Q, WORK_K, DETERMINISTIC>;
 //% endif
 using Tile = BackwardTile<BLOCK_Q, BLOCK_K>;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backward_wide_sm90(
+extern "C" __global__ void
+//% if paired
+    __cluster_dims__(2)
+//% endif
+    __launch_bounds__(THREADS, 1) attention_flash_backward_wide_sm90(
     const __grid_constant__ TensorMap q_map,     // q, dout [batch, heads_q, seqlen_q, head_dim],
     const __grid_constant__ TensorMap dout_map,  // BLOCK_Q rows; all boxes are 64 columns wide
     const __grid_constant__ TensorMap k_map,     // k, v [batch, heads_kv, seqlen_k, head_dim],
@@ -116,13 +128,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const AttentionForm form,
     const Strides mask_bits_strides,  // between batches, heads and tiles, in words
     //% endif
-    //% if deterministic
     const int rounds,  // see backward_sm90/schedule.cuh, or with a form features.cuh
-    //% endif
     const int causal) {  // query i sees keys up to i + seqlen_k - seqlen_q
   //% if not deterministic
   constexpr u32* turns = nullptr;
-  constexpr int rounds = 1;
   //% elif not form
   constexpr u32* counters = nullptr;
   //% endif
@@ -134,13 +143,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
   const bool signals = lane == 0;
   //% if form
   const Sizes sizes(cu_seqlens_q, cu_seqlens_k, batch, heads_q, group_size, seqlen_q, seqlen_k,
-                    rows_padded, rounds, form, alibi_slopes, mask_bits, mask_bits_strides);
+                    rows_padded, rounds, form, alibi_slopes, mask_bits, mask_bits_strides,
+                    PAIRED ? cluster_rank() * BLOCK_K : 0);
   //% else
-  const Sizes sizes{batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal, rounds};
+  const Sizes sizes{batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal, rounds,
+                    PAIRED ? cluster_rank() * BLOCK_K : 0};
   //% endif
 
-  if (threadIdx.x == 0) barriers.init();
-  __syncthreads();
+  const PairBarriers pair{shared + Layout::BARRIERS + Barriers::BYTES + 32};
+  if (threadIdx.x == 0) {
+    barriers.init();
+    if (PAIRED) pair.init();
+  }
+  if (PAIRED)
+    meet_cluster();
+  else
+    __syncthreads();
   int works_taken = 0, step_number = 0;  // step_number: tiles of queries so far
   const auto next_work = [&] { return take_work(barriers, works_taken++, signals); };
   if (warpgroup < 2) {
@@ -151,12 +169,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       return wgmma_tile(shared + first + stage_bytes * stage + anew(warpgroup) * own,
                         QTile::PANEL_BYTES);
     };
-    constexpr int ROWS = OWN_Q * QTile::ROW_BYTES, PANELS = OWN_COLUMNS / 64 * QTile::PANEL_BYTES;
+    constexpr int ROWS = OWN_Q * QTile::ROW_BYTES;
     const auto q_tile = [&](int stage, int own) {
       return operand(Layout::Q, Layout::Q_STAGE, stage, own);
     };
     const auto do_tile = [&](int stage, int own) {
-      return operand(Layout::DO, Layout::Q_STAGE, stage, own);
+      return operand(Layout::DO, Layout::DO_STAGE, stage, own);
     };
     const auto warp_row = [] { return own_key<Layout>(); };
     FragmentReader<DSTile, BlockOrder::ROW_MAJOR> place(lane);  // of own scores in P^T, dS^T
@@ -166,7 +184,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       return lane_rows + step % Layout::ROWS_STAGES * Layout::ROWS_STAGE;
     };
     u32 p[Q_STEPS][4];
-    RowPairs<2 * Q_STEPS> lse, delta;
+    RowPairs<LSE_AHEAD> lse;
+    RowPairs<DELTA_AHEAD> delta;
+    // A tile has been multiplied.
+    const auto leave = [&](u32 barrier) {
+      mbarrier_arrive(barrier);
+      if (SHARED_TILES) cluster_arrive_at(barrier, cluster_rank() ^ 1);
+    };
     const auto share = [&](u32 tile, const u32(&own)[Q_STEPS][4]) {
 #pragma unroll
       for (int step = 0; step < Q_STEPS; ++step)
@@ -190,16 +214,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       share(shared + Layout::P + step % P_STAGES * Layout::DS_STAGE, p);
     };
     // dK or dV of a work item, of which this is a tile.
-    const auto store = [&](elem_t* target, const Strides& strides, int columns,
-                           const float (&sum)[1][OWN_COLUMNS / 8][4], float scale, int step) {
-      const int first = warpgroup * OWN_COLUMNS;
-      store_key_sums<VARLEN, Tile>(target + first, strides, columns - first, sum, scale, lane,
-                                   warp_row(), barriers.tile(step));
+    const auto store = [&](elem_t* target, const Strides& strides, int columns, const auto& sums,
+                           float scale, int step) {
+      sums.template store<VARLEN, Tile>(target, strides, columns, scale, lane, warp_row(),
+                                        barriers.tile(step), warpgroup);
     };
 
     while (next_work() < sizes.works()) {
       const int taken = works_taken - 1, first_step = step_number;
-      float dk_sum[1][OWN_COLUMNS / 8][4] = {}, dv_sum[1][OWN_COLUMNS / 8][4] = {};
+      HalfSums<HEAD_DIM> dk_sum;
+      HalfSums<HEAD_DIM_V> dv_sum;
       {
         const RingPlace<Q_STAGES> ring = ring_place<Q_STAGES>(step_number);
         mbarrier_wait(barriers.k_full(0), taken & 1);
@@ -212,8 +236,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         take_scores(s, step_number);
       }
       mbarrier_wait(barriers.v_full(), taken & 1);
-      register_fence(dv_sum[0]);
-      register_fence(dk_sum[0]);
+      dv_sum.fence();
+      dk_sum.fence();
       for (bool last = false; !last; ++step_number) {
         // 1. dP^T while the last tile's dK is multiplied, then dV.
         const RingPlace<Q_STAGES> q_ring = ring_place<Q_STAGES>(step_number);
@@ -225,16 +249,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         mbarrier_wait(barriers.do_full(do_ring.stage), do_ring.parity);
         register_fence(dp[0]);
         wgmma_fence();
-        issue_keys<elem_t, Layout, true>(dp, operand(Layout::V, 0, 0, 0),
-                                         do_tile(do_ring.stage, ROWS));
+        issue_keys<elem_t, Layout, true, HEAD_DIM_V>(dp, operand(Layout::V, 0, 0, 0),
+                                                     do_tile(do_ring.stage, ROWS));
         wgmma_wait<1>();
         if (signals && step_number > first_step)
-          mbarrier_arrive(barriers.q_empty((step_number - 1) % Q_STAGES));
+          leave(barriers.q_empty((step_number - 1) % Q_STAGES));
         named_barrier_wait_aligned<2 * WARPGROUP>(P_READY);
         wgmma_fence();
-        issue_shared_sum<elem_t, Layout>(
-            dv_sum, operand(Layout::P, Layout::DS_STAGE, step_number % P_STAGES, 0),
-            do_tile(do_ring.stage, PANELS));
+        dv_sum.issue<elem_t, Layout>(
+            operand(Layout::P, Layout::DS_STAGE, step_number % P_STAGES, 0), [&](int at, int own) {
+              return operand(Layout::DO + at, Layout::DO_STAGE, do_ring.stage, own);
+            });
 
         // 2. dS^T, then S^T of the next tile and dK. (After the last tile its own scores once more:
         // products must not stand under a condition.)
@@ -258,30 +283,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         __syncwarp();
         if (signals) mbarrier_arrive(barriers.ds_full(ds_ring.stage));
         wgmma_fence();
-        issue_shared_sum<elem_t, Layout>(dk_sum,
-                                         operand(Layout::DS, Layout::DS_STAGE, ds_ring.stage, 0),
-                                         q_tile(q_ring.stage, PANELS));
+        dk_sum.issue<elem_t, Layout>(
+            operand(Layout::DS, Layout::DS_STAGE, ds_ring.stage, 0), [&](int at, int own) {
+              return operand(Layout::Q + at, Layout::Q_STAGE, q_ring.stage, own);
+            });
 
         // 3. P^T of the next tile while dK is multiplied.
         lse.load(rows_at(next_step));
         wgmma_wait<1>();
         __syncwarp();  // lanes have read what rows bring along
-        if (signals) mbarrier_arrive(barriers.do_empty(do_ring.stage));
+        if (signals) leave(barriers.do_empty(do_ring.stage));
         if (!last) take_scores(s, next_step);
       }
       // 4. dV is stored while the last dK is multiplied.
       store(dv, dv_strides, head_dim_v, dv_sum, 1.f, step_number - 1);
       wgmma_wait<0>();
       if (signals) {
-        mbarrier_arrive(barriers.q_empty((step_number - 1) % Q_STAGES));
+        leave(barriers.q_empty((step_number - 1) % Q_STAGES));
         mbarrier_arrive(barriers.k_empty(0));
       }
       store(dk, dk_strides, head_dim, dk_sum, softmax_scale, step_number - 1);
     }
   } else if (warpgroup == 2) {
     fewer_registers<DQ_REGISTERS>();  // ---- dQ
+    if constexpr (PAIRED)
+      multiply_dq_paired<elem_t, Layout, Tile, DETERMINISTIC>(
+          barriers, pair, shared, sizes, next_work, works_taken, step_number, dq_sum, lane, warp,
+          threadIdx.x == 2 * WARPGROUP);
+    else
     multiply_dq<elem_t, Layout, Tile, DETERMINISTIC, DIRECT>(
-        barriers, shared, sizes, next_work, works_taken, step_number, dq_sum, lane, warp,
+        barriers, shared, sizes, next_work, works_taken, step_number, dq_sum, turns, lane, warp,
         threadIdx.x == 2 * WARPGROUP, NoBiasGradient{});
   } else {
     fewer_registers<COPY_REGISTERS>();
@@ -290,18 +321,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       // ---- tiles of Q and dO, and notes of what they are
       load_tiles(BackwardLoads<Rings, Barriers>{barriers, Rings(shared), q_map, dout_map, lse_log2,
                                                 delta, nullptr},
-                 sizes, counters);
+                 sizes, PAIRED ? nullptr : counters);
     } else if (role == 1 && elect_one()) {
       // ---- K and V
-      const KeyLoads<KTile, Barriers> loads{barriers,           shared, Layout::K_STAGE,
-                                            shared + Layout::V, k_map,  v_map};
+      const KeyLoads<KTile, VTile, Barriers> loads{barriers,           shared, Layout::K_STAGE,
+                                                   shared + Layout::V, k_map,  v_map};
       load_keys(loads, sizes);
-    } else if (DETERMINISTIC && signals) {
-      // ---- copies of dQ, in turns
+    } else if (DETERMINISTIC && (PAIRED || !DIRECT) && signals) {
+      // ---- copies of dQ, in turns; or turns alone
       //% if deterministic
       const DQParts<Layout, Sizes::INDEX_ROWS> parts{dq_sum, shared};
-      copy_ordered<Layout>(barriers, turns, warp - 2, parts);
+      if constexpr (PAIRED)
+        take_turns<Layout, Sizes::INDEX_ROWS>(barriers, pair, turns, warp - 2);
+      else
+        copy_ordered<Layout>(barriers, turns, warp - 2, parts);
       //% endif
     }
+  }
+  if (PAIRED) {  // nobody ends while the other one still gives
+    __syncwarp();
+    meet_cluster();
   }
 }

@@ -18,13 +18,15 @@
        the whole head: stored.  A part of it: left in the workspace, and the last block of the head
        to do so adds up the parts, in their order                             (tile/last_block.cuh)
 
-   A row tile of 16 has a warp a group; one of 64 has four, which share their keys. Keys and values
-   may be kept as e4m3 or int8; then a head has a k_scale and a v_scale. Packed (VARLEN of a form):
-   sequences with one new token each, others are left out.
+   A row tile of 16 has a warp a group; one of 64 has four, which share their keys.
 
-   Forms of attention are rendered in (decode/features.cuh), as in flash.cu: a band of keys in place
-   of the causal mask, units from a window's first key on; rules for the scores, two sets of them,
-   since a lane's two rows are of two heads or tokens; sinks, which the first part of a head has.
+   Packed (VARLEN of a form): sequences with one new token each, others are left out.
+   Keys and values may be kept as e4m3 or int8; then a head has a k_scale and a v_scale.
+
+   Forms of attention are rendered in (decode/features.cuh), as in flash.cu: a band of keys in
+   place of the causal mask, and units from a window's first key on; rules for the scores, two sets
+   of them, since a lane's two rows are of two heads or tokens; sinks, which the first part of a head
+   has. A kernel without is what it would be if there were none.
 
    Sources: Dao et al., "Flash-Decoding for long-context inference" (2023), for splitting keys;
    Osama et al., "Stream-K" (2023), for sharing out evenly what does not divide. */
@@ -35,9 +37,8 @@
 #include "ptx/pdl.cuh"
 #include "ptx/special_registers.cuh"
 #include "tile/last_block.cuh"
-#include "attention/decode/copy.cuh"
 #include "attention/decode/rows.cuh"
-#include "attention/decode/schedule.cuh"
+#include "attention/decode/segment_keys.cuh"
 //% if storage == "fp8"
 #include "attention/decode/e4m3.cuh"
 //% endif
@@ -70,8 +71,9 @@ constexpr bool ANEW = BIAS || MASK || SCORE_MOD;  // rows' addresses are worked 
 #define SCORE_DERIVATIVE (${score_mod_grad})
 #include "attention/score_mod.cuh"
 //% else
-constexpr bool RULES = false;  // for the scores
+constexpr bool RULES = false, ANEW = false;  // for the scores
 //% endif
+constexpr bool EARLY = ${early};  // keys before the new ones come before the previous kernel is over
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int GROUP_WARPS = ROWS / WARP_ROWS, GROUPS = NUM_WARPS / GROUP_WARPS;
@@ -89,18 +91,27 @@ using KvTile =
     SwizzledTile<KEYS, HEAD_DIM * sizeof(stored_t) / 2>;  // of 16 bits, or pairs of codes
 constexpr int STAGE_BYTES = 2 * KvTile::BYTES, RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int RING_STEP = RING_BYTES + GUARD;
-static_assert(RING_BYTES >= GROUP_WARPS * WarpRows<HEAD_DIM>::BYTES,
+// Where a block has an SM to itself, and registers suffice, outputs are left in the ring's last stages,
+// while the others are filled for the next segment.
+constexpr bool AHEAD = MIN_BLOCKS == 1 && HEAD_DIM == 128 && ROWS == WARP_ROWS && !ANEW && !EARLY;
+constexpr int OUTPUT_STAGES =
+    AHEAD ? ceil_div(GROUP_WARPS * WarpRows<HEAD_DIM>::BYTES, STAGE_BYTES) : STAGES;
+constexpr int AHEAD_STEPS = STAGES - OUTPUT_STAGES;  // of the next segment
+constexpr int OUTPUTS = AHEAD_STEPS * STAGE_BYTES;   // where they are in a ring
+static_assert(OUTPUT_STAGES * STAGE_BYTES >= GROUP_WARPS * WarpRows<HEAD_DIM>::BYTES &&
+                  AHEAD_STEPS < STAGES && (AHEAD_STEPS > 0 || !AHEAD),
               "outputs are left in the ring");
 
 // Parts that a head is put together of at a time: a queue of 16 bytes each is a thread's own.
 constexpr int PART_LANES = min_of(WARP_SIZE, QUADS);
-constexpr int QUEUE_PARTS = RING_BYTES / (GROUP_THREADS * 16);
+constexpr int QUEUE_PARTS = OUTPUT_STAGES * STAGE_BYTES / (GROUP_THREADS * 16);
 constexpr int PARTS_AT_ONCE = QUEUE_PARTS >= PART_LANES ? PART_LANES : PART_LANES / 2;
-static_assert(QUEUE_PARTS >= PARTS_AT_ONCE, "the queue is in the ring");
+static_assert(QUEUE_PARTS >= PARTS_AT_ONCE, "the queue is where outputs were");
 
 using QReader = FragmentReader<QTile, BlockOrder::ROW_MAJOR>;
 using KReader = FragmentReader<KvTile, BlockOrder::COL_MAJOR>;
 using VReader = FragmentReader<KvTile, BlockOrder::ROW_MAJOR>;
+using Keys = SegmentKeys<KvTile, stored_t, GROUPS, GROUP_THREADS, STAGES>;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_decode(
     //% if form
@@ -166,63 +177,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
   const int listed = crew.size > 1 ? 1 : heads;  // heads of a sequence in this block's list
   const Shares shares(count_units(sequences, lanes, unit_log2) * listed, crew.count());
   const int share_end = shares.begin(crew.number + 1);
-  int unit = shares.begin(crew.number);
+  const int unit = shares.begin(crew.number);
   if (unit >= share_end) return;
   Place place = find_place(sequences, lanes, unit_log2, listed, unit);
   const Parts<HEAD_DIM> parts(workspace, slots, min(all_rows, ROWS));
 
-  for (;;) {
-    const Segment segment(place, unit, share_end, split, crew.member());
+  const auto tile_of = [&](const Segment& segment) {
     const int kv_head = row_tiles == 1 ? segment.head : segment.head / row_tiles;
     const int row0 = (segment.head - kv_head * row_tiles) * ROWS;
-    const RowTile tile{query_rows, sequences.queries(place.sequence), kv_head, row0,
-                       min(ROWS, all_rows - row0)};
-    const int length = place.length;
-    const int base_key = sequences.first_key(length);
-    const int first_key = base_key + ((unit - segment.head_begin) << unit_log2);
-    const int end_key = min(length, base_key + ((segment.end - segment.head_begin) << unit_log2));
+    return RowTile{query_rows, sequences.queries(place.sequence), kv_head, row0,
+                   min(ROWS, all_rows - row0)};
+  };
+  const auto keys_of = [&](const Segment& segment, int kv_head) {
+    //% if form
+    const int seen = KeyBand(seqlen_q, place.length, form.window_left, form.window_right).first(0);
+    //% else
+    const int seen = 0;
+    //% endif
+    return Keys(segment, PageList(page_table, place.row, table_width, page_log2),
+                HeadPages<stored_t>(k, kv_head, k_strides, head_dim),
+                HeadPages<stored_t>(v, kv_head, v_strides, head_dim_v),
+                sequences.first_key(place.length), place.length, unit_log2, seen, group);
+  };
+  Segment next(place, unit, share_end, split, crew.member());
+  QueryCopy<QTile, THREADS> queries;
+  Keys keys;
+  int page[STAGES];
+  const auto ask = [&](const RowTile& of) {  // for Q before pages: that waits for nothing
+    if (!EARLY) queries = QueryCopy<QTile, THREADS>(of, q, q_strides, head_dim);
+    keys = keys_of(next, of.kv_head);
+    keys.look_up(page);
+    keys.fetch_first<0, AHEAD_STEPS>(ring, page, page_log2, num_pages);
+  };
+  if (AHEAD) ask(tile_of(next));
+
+  for (;;) {
+    const Segment segment = next;
+    const RowTile tile = tile_of(segment);
+    const int kv_head = tile.kv_head, row0 = tile.row0, length = place.length;
+    if (!AHEAD) ask(tile);
     //% if form
     const KeyBand band(seqlen_q, length, form.window_left, form.window_right);
     //% endif
-    //% if not early
-    const QueryCopy<QTile, THREADS> queries(tile, q, q_strides, head_dim);
-    //% endif
-    const PageList pages(page_table, place.row, table_width, page_log2);
-    const HeadPages<stored_t> k_pages(k, kv_head, k_strides, head_dim);
-    const HeadPages<stored_t> v_pages(v, kv_head, v_strides, head_dim_v);
-    const int steps = ceil_div(max(end_key - first_key, 0), KEYS);
-    const int own_steps = group < steps ? (steps - 1 - group) / GROUPS + 1 : 0;
-    const auto key_of = [&](int step) { return first_key + (step * GROUPS + group) * KEYS; };
-    const auto page_of = [&](int step) {  // of this lane's key
-      const int key = key_of(step) + lane % KEYS;
-      //% if form
-      if (key < band.first(0)) return -1;  // seen by none: its page may be somebody else's now
-      //% endif
-      return key < end_key ? pages.page(key) : -1;
-    };
-    const auto fetch = [&](int step, int page) {
-      const u32 stage = ring + step % STAGES * STAGE_BYTES;
-      copy_step<KvTile, GROUP_THREADS>(stage, stage + KvTile::BYTES, k_pages, v_pages,
-                                       threadIdx.x % GROUP_THREADS, page, page_log2, num_pages,
-                                       key_of(step));
-    };
 
     // 2. Q and the first steps are on their way. Q gets the sign of the scale: a negative one would
     //    turn maxima into minima.
-    int page[STAGES];
-#pragma unroll
-    for (int step = 0; step < STAGES; ++step) page[step] = page_of(step);
-#pragma unroll
-    for (int step = 0; step < STAGES - 1; ++step) {
-      //% if early
-      if (key_of(step) + KEYS > length - seqlen_q) after_previous_kernel(false);
-      //% endif
-      if (step < own_steps) fetch(step, page[step]);
-      cp_async_commit();
-    }
     //% if early
+    keys.fetch_first<0, STAGES - 1>(ring, page, page_log2, num_pages, [&](int key) {
+      if (key + KEYS > length - seqlen_q) after_previous_kernel(false);
+    });
     after_previous_kernel(false);
-    const QueryCopy<QTile, THREADS> queries(tile, q, q_strides, head_dim);
+    queries = QueryCopy<QTile, THREADS>(tile, q, q_strides, head_dim);
+    //% else
+    keys.fetch_first<AHEAD_STEPS, STAGES - 1>(ring, page, page_log2, num_pages);
     //% endif
     int next_page = page[STAGES - 1];
     queries.store<SCALED>(q_tile, !RULES && softmax_scale_log2 < 0.f ? 0x80008000u : 0u);
@@ -234,6 +241,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     //% endif
     const float v_factor = SCALED ? v_scale[kv_head] : 1.f;
     const HeadParts cut(segment, shares, crew, split);
+    const auto counter_of = [&] {
+      return cut.counter(place.sequence * heads + segment.head, batch * heads, split);
+    };
+    int counter = AHEAD ? counter_of() : 0;
     __syncthreads();
     u32 q_fragments[HEAD_DIM / 16][1][4];
     if (Q_IN_REGISTERS) {
@@ -272,22 +283,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     OnlineSoftmax<1> softmax;
     float acc[1][HEAD_DIM / 8][4] = {};
     //% if form
-    if (SINKS && unit == segment.head_begin && group == 0) {
+    if (SINKS && segment.unit == segment.head_begin && group == 0) {
       const LaneRows mine = rows_of(threadIdx.x);
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         softmax.begin_row_with(0, half, sinks[mine.head[half]], lane);
     }
     //% endif
-    for (int step = 0; step < own_steps; ++step) {
+    for (int step = 0; step < keys.steps; ++step) {
       // This step has arrived, and the group is done with the last one.
       cp_async_wait<STAGES - 2>();
       group_sync<GROUP_WARPS>();
-      if (step + STAGES - 1 < own_steps) fetch(step + STAGES - 1, next_page);
+      if (step + STAGES - 1 < keys.steps)
+        keys.fetch(ring, step + STAGES - 1, next_page, page_log2, num_pages);
       cp_async_commit();
-      next_page = page_of(step + STAGES);
+      next_page = keys.page(step + STAGES);
       const u32 stage = ring + step % STAGES * STAGE_BYTES, v_stage = stage + KvTile::BYTES;
-      const int key = key_of(step);
+      const int key = keys.key(step);
       float s[1][KEYS / 8][4] = {};
       multiply_keys<elem_t, stored_t, Q_IN_REGISTERS>(s, q_fragments, warp_q_tile, q_reader, stage,
                                                       k_reader);
@@ -308,17 +320,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
       multiply_values<elem_t, stored_t>(acc, s, softmax, scale_log2, v_stage, v_reader);
     }
 
-    // 4. The groups' outputs become one.
+    // 4. The groups' outputs become one; AHEAD, the next segment's first steps are on their way then.
     cp_async_wait<0>();
     group_sync<GROUP_WARPS>();
-    leave_rows<HEAD_DIM, SCALED>(rings + group * RING_STEP + row_block * WarpRows<HEAD_DIM>::BYTES,
-                                 states + warp * WARP_ROWS, acc, softmax, scale_log2, lane,
-                                 tile.count - row_block * WARP_ROWS);
+    const bool more = segment.end < share_end;
+    const auto go_on = [&] {
+      if (segment.end == place.first + listed * place.units)
+        place.advance(sequences, segment.end, unit_log2);
+      next = Segment(place, segment.end, share_end, split, crew.member());
+    };
+    if (AHEAD && more) {
+      go_on();
+      ask(tile_of(next));
+    }
+    unsigned char* const outputs = rings + OUTPUTS;
+    leave_rows<HEAD_DIM, SCALED>(
+        outputs + group * RING_STEP + row_block * WarpRows<HEAD_DIM>::BYTES,
+        states + warp * WARP_ROWS, acc, softmax, scale_log2, lane,
+        tile.count - row_block * WARP_ROWS);
     __syncthreads();
     for (int i = threadIdx.x; i < tile.count * QUADS; i += THREADS) {
       const int row = i / QUADS, column = i % QUADS * 4;
       const Quad quad =
-          merge_warps<HEAD_DIM, GROUPS>(rings, RING_STEP, states, ROWS, row, column, v_factor);
+          merge_warps<HEAD_DIM, GROUPS>([&](int i) { return outputs + i * RING_STEP; }, states,
+                                        ROWS, row, column, v_factor);
       if (cut.count == 1) {
         tile.store(o, o_strides, lse, head_dim_v, row, column, quad);
       } else {
@@ -329,9 +354,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     // 5. The last block that has a part of the head adds them up. Before thread 0 says that this
     //    part is there, all threads have written theirs of it; nobody reads the rings any more.
     __syncthreads();
-    const int counter = cut.counter(place.sequence * heads + segment.head, batch * heads, split);
+    if (!AHEAD) counter = counter_of();
     if (cut.count > 1 && last_block(counters + counter, cut.count)) {
-      const u32 queue = ring + threadIdx.x % GROUP_THREADS * 16;
+      const u32 queue = ring + OUTPUTS + threadIdx.x % GROUP_THREADS * 16;
       for (int i = threadIdx.x; i - lane < tile.count * QUADS; i += THREADS) {
         const int row = min(i / QUADS, tile.count - 1), column = i % QUADS * 4;
         const Quad quad = parts.merge<PART_LANES, PARTS_AT_ONCE>(
@@ -342,8 +367,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
       __syncthreads();
     }
 
-    unit = segment.end;
-    if (unit >= share_end) return;
-    if (unit == place.first + listed * place.units) place.advance(sequences, unit, unit_log2);
+    if (!more) return;
+    if (!AHEAD) go_on();
   }
 }

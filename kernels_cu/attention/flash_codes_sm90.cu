@@ -13,19 +13,18 @@
                      PROMOTE: sums of so many keys leave the tensor core, which keeps 13 bits behind
                      the leading one of them, and are added up in fp32, in shared memory
      V of 16 bits    P is rounded to 16 bits, and V is as the caller has it
+     PACKED          sequences lie one behind the other (attention/packed_codes.cuh)
 
    Source: Shah et al., "FlashAttention-3" (2024); Zhang et al., "SageAttention2" (2024). */
 #include "prelude.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/special_registers.cuh"
 #include "tile/pingpong.cuh"
-#include "tile/ring.cuh"
-#include "tile/tma_tile.cuh"
 #include "attention/mma.cuh"
+#include "attention/sm90/code_rows.cuh"
 #include "attention/sm90/codes.cuh"
 #include "attention/sm90/epilogue.cuh"
 #include "attention/sm90/producer.cuh"
@@ -45,7 +44,8 @@ constexpr int PROMOTE = ${promote};      // keys, at most, whose sum is made apa
 constexpr bool TURNS = CONSUMERS > 2;    // at the tensor cores
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
 constexpr int CONSUMER_REGISTERS = ${consumer_registers};
-constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
+constexpr bool PACKED = ${packed};  // sequences
+constexpr int GUARD = ${guard};     // bytes between tiles: 0 except where memory is checked
 
 constexpr int BLOCK_Q = 64 * CONSUMERS, WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
 constexpr bool AHEAD = Q_STAGES > 1;  // the next tile's first scores are made beside the last P V
@@ -62,7 +62,7 @@ using Rings =
     CodeRings<BLOCK_Q, BLOCK_K, HEAD_DIM, V_CODES, (PROMOTE > 0), Q_STAGES, STAGES, GUARD>;
 using OTile = Rings::OTile;
 using Item = WorkItem<BLOCK_Q>;
-using Spans = SpanOf<BandSpan<BLOCK_Q, BLOCK_K>>;
+using Spans = SpanOf<BandSpan<BLOCK_Q, BLOCK_K, PACKED>>;
 using Softmax = CodedSoftmax<BLOCK_K, SCALE_KEYS, GROUPS, RAISED>;
 
 // First row of a consumer's warp in the tile of queries.
@@ -80,15 +80,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
     const __grid_constant__ TensorMap v_map,  // head_dim] codes; v [batch, heads_kv, seqlen_k,
                                               // head_dim_v], boxes of BLOCK_K rows
     //% endif
+    //% if not packed
     const __grid_constant__ TensorMap o_map,  // o [batch, heads_q, seqlen_q, head_dim_v], 16 rows
-    const float* __restrict__ q_scales,       // [batch, heads_q, seqlen_q]
-    const float* __restrict__ k_scales,       // [batch, heads_kv, ceil(seqlen_k / SCALE_KEYS)]
-    const float* __restrict__ v_scales,       // [batch, heads_kv, head_dim_v], or null
-    const float* __restrict__ shift,          // [batch, heads_q, seqlen_q], or null
-    float* __restrict__ lse,                  // [batch, heads_q, seqlen_q], or null
-    u32* __restrict__ counters,               // [1], 0 before and after
+    //% endif
+    //% if packed
+    const int* __restrict__ cu_seqlens_q,  // [batch + 1]; all others but o, v_scales and a v that
+    const int* __restrict__ cu_seqlens_k,  // is no codes have one batch then, of total_q rows a head
+    elem_t* __restrict__ o,                // [total_q, heads_q, head_dim_v]
+    //% endif
+    const float* __restrict__ q_scales,  // [batch, heads_q, seqlen_q]
+    const float* __restrict__ k_scales,  // [batch, heads_kv, v_keys / SCALE_KEYS]
+    const float* __restrict__ v_scales,  // [batch, heads_kv, head_dim_v], or null
+    const float* __restrict__ shift,     // [batch, heads_q, seqlen_q], or null
+    float* __restrict__ lse,             // [batch, heads_q, seqlen_q], or null
+    u32* __restrict__ counters,          // [1], 0 before and after
+    //% if packed
+    const Strides o_strides, const int total_q,
+    //% endif
     const int batch, const int heads_q, const int group_size,  // query heads a KV head
-    const int seqlen_q, const int seqlen_k, const int head_dim_v,
+    const int max_seqlen_q, const int max_seqlen_k, const int head_dim_v,
+    const int v_keys,                               // places of a head's keys, whole SCALE_KEYS
     const int section_heads,                        // whose K and V fit into L2
     const int window_left, const int window_right,  // keys before and behind its own a query sees
     const float softmax_scale,                      // above 0
@@ -98,45 +109,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
   const Barriers<Rings::STAGES> barriers{shared + Rings::BARRIERS};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
   const int warp = __shfl_sync(FULL_MASK, threadIdx.x / WARP_SIZE, 0);
-  const AttentionWorkItems works(ceil_div(seqlen_q, BLOCK_Q), heads_q, group_size, batch,
+  const AttentionWorkItems works(ceil_div(max_seqlen_q, BLOCK_Q), heads_q, group_size, batch,
                                  section_heads, 1, counters);
-  const Spans span_of{seqlen_q, seqlen_k, window_left, window_right};
-  if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS>(false, 0);
+  //% if not packed
+  const int *const cu_seqlens_q = nullptr, *const cu_seqlens_k = nullptr, total_q = max_seqlen_q;
+  //% endif
+  const Spans span_of{cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                      max_seqlen_k, window_left,  window_right};
+  const bool asks = !PACKED || threadIdx.x % WARP_SIZE == 0;  // one thread, or a whole warp's first
+  if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS>(PACKED, 0);
   __syncthreads();
   after_previous_kernel();
 
   if (warpgroup == 0) {
     // ---- producer: a thread for Q and K, one for V
     fewer_registers<PRODUCER_REGISTERS>();
-    const AttentionProducer<Rings, false, Spans> producer(barriers, shared, group_size, span_of,
-                                                          true);
+    const AttentionProducer<Rings, PACKED, Spans> producer(barriers, shared, group_size, span_of,
+                                                           asks);
     int tail_parity = 0;
-    if (warp == 0 && elect_one()) {
+    if (warp == 0 && (PACKED || elect_one())) {
       producer.lead(works, q_map, k_map, v_map, tail_parity);
-    } else if (warp == 1 && elect_one()) {
+    } else if (warp == 1 && (PACKED || elect_one())) {
       tma_prefetch(v_map);
       RingPlace<STAGES> place;
       producer.follow(batch, [&](const Item& piece, const auto& range, int tile) {
-        const u32 full = barriers.v_full(place.stage);
-        const u32 to = shared + Rings::V + place.stage * Rings::V_STAGE;
-        const int head = piece.head / group_size;
-        mbarrier_wait(barriers.v_empty(place.stage), place.parity ^ 1);
         //% if v_codes
-        using VTile = Rings::VTile;
-        const int more = tile == range.first ? head_dim_v * 4 : 0;  // scales, with the last tile
-        mbarrier_expect(full, VTile::BYTES + more);
-        if (more > 0)
-          bulk_load(to + Rings::V_SCALES,
-                    v_scales + (piece.batch * (heads_q / group_size) + head) * head_dim_v, more,
-                    full);
-#pragma unroll
-        for (int panel = 0; panel < VTile::PANELS; ++panel)
-          tma_load(to + panel * VTile::PANEL_BYTES, v_map, full,
-                   tile * BLOCK_K + panel * VTile::PANEL_COLUMNS, 0, head, piece.batch);
+        const int head = piece.head / group_size;
+        load_code_values<Rings>(
+            barriers, place, shared, asks, v_map,
+            first_place<PACKED>(cu_seqlens_k, piece.batch) + tile * BLOCK_K, head,
+            PACKED ? 0 : piece.batch,
+            v_scales + (piece.batch * (heads_q / group_size) + head) * head_dim_v,
+            tile == range.first ? head_dim_v * 4 : 0);  // scales come with the last tile
         //% else
-        tma_load_tile<Rings::VTile>(to, v_map, full, tile * BLOCK_K, head, piece.batch);
+        producer.load_v(v_map, place, tail_parity, piece, range, tile);
         //% endif
-        place.advance();
       });
     }
   } else {
@@ -192,16 +199,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       if (place.batch >= batch) break;
       const auto range = span_of(place);
       const int q_stage = items++ % Q_STAGES, row0 = place.q0 + warp_row;
-
-      // Scales: of this lane's two rows, and of the keys of a tile.
-      const i64 head = static_cast<i64>(place.batch) * heads_q + place.head;
-      const int kv_head = place.batch * (heads_q / group_size) + place.head / group_size;
-      const int key_groups = ceil_div(seqlen_k, SCALE_KEYS), first_group = kv_head * key_groups;
+      const int tensor = PACKED ? 0 : place.batch;
+      const i64 first_row = (tensor * heads_q + place.head) * i64{total_q} + range.q_start;
+      const int kv_head = tensor * (heads_q / group_size) + place.head / group_size;
+      const int key_groups = ceil_div(max(range.seqlen_k, 1), SCALE_KEYS);
+      const int first_group = kv_head * (v_keys / SCALE_KEYS) +
+                              first_place<PACKED>(cu_seqlens_k, place.batch) / SCALE_KEYS;
       float of_rows[2], of_group[GROUPS];
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        of_rows[half] = softmax_scale_log2 *
-                        q_scales[head * seqlen_q + min(row0 + lane / 4 + 8 * half, seqlen_q - 1)];
+      load_row_scales(of_rows, q_scales + first_row, row0 + lane / 4, range.seqlen_q - 1,
+                      softmax_scale_log2);
       //% if v_codes
       float acc[1][HEAD_DIM / 8][4];
       //% else
@@ -213,7 +219,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       float correction[1][2];
       Softmax softmax;
       int tile = range.end - 1;
-      KeyBand band(seqlen_q, seqlen_k, window_left, window_right);
+      const auto rows_of = [&](const int* ends, int longest) {  // read again: registers are few
+        return SequenceRows<PACKED>(ends, PACKED ? anew(place.batch) : 0, longest);
+      };
 
       // Sums of codes that have arrived, what they are multiplied by, and the mask.
       const auto prepare_scores = [&](bool as_they_came) {
@@ -221,9 +229,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
 #pragma unroll
         for (int i = 0; i < 2 * GROUPS; ++i)
           softmax.by[i / GROUPS][i % GROUPS] = of_rows[i / GROUPS] * of_group[i % GROUPS];
-        if (!range.is_whole(tile))
+        if (!range.is_whole(tile)) {
+          KeyBand band(rows_of(cu_seqlens_q, max_seqlen_q).length,
+                       rows_of(cu_seqlens_k, max_seqlen_k).length, window_left, window_right);
           rules_on_fragments(s, lane_index_again(), band, 1.f,
                              place.q0 + warp_row_of(thread_index_again()), tile * BLOCK_K);
+        }
       };
       const auto round_probabilities = [&] {
         //% if v_codes
@@ -286,16 +297,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
         round_probabilities();
         register_fence(acc[0]);
         //% if promote
-        if (rescale || summed == EVERY) {
-          const float by[2] = {rescale ? correction[0][0] : 1.f, rescale ? correction[0][1] : 1.f};
-          aside.add(acc, by, warp_o(), lane_index_again());
-          if (summed == EVERY) summed = 0;  // as all warps count, of which others may have rescaled
-        }
+        if (rescale || summed == EVERY)
+          summed = aside.add(acc, rescale, correction[0], summed % EVERY, warp_o(),
+                             lane_index_again());  // all warps count; others may have rescaled
         //% else
         if (rescale) scale_rows(acc, correction);
         //% endif
       }
-      if (signals) mbarrier_arrive(barriers.q_empty(q_stage));
+      if (PACKED || signals) mbarrier_arrive(barriers.q_empty(q_stage));
       // The last product, and behind it the first scores of what comes next.
       issue_values();
       if (AHEAD) first_scores(items);
@@ -307,19 +316,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       // Normalise, and store by way of this warp's rows of the staged output. Where these are is
       // computed again rather than kept in registers through the loop.
       const int end_lane = lane_index_again(), own_row = warp_row_of(thread_index_again());
-      const int end_row = place.q0 + own_row, rows_left = min(16, seqlen_q - end_row);
-      const i64 end_head = static_cast<i64>(anew(place.batch)) * heads_q + place.head;
+      const SequenceRows<PACKED> mine = rows_of(cu_seqlens_q, max_seqlen_q);
+      const int end_row = place.q0 + own_row, rows_left = min(16, mine.length - end_row);
+      const i64 end_head = static_cast<i64>(PACKED ? 0 : anew(place.batch)) * heads_q + place.head;
       float inverse[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float sum = quad_sum(softmax.row_sum[half]);
-        const int row = end_lane / 4 + half * 8;
-        inverse[half] = sum == 0.f ? 0.f : 1.f / sum;
-        if (lse != nullptr && end_lane % 4 == 0 && row < rows_left) {
-          const i64 at = end_head * seqlen_q + end_row + row;
-          lse[at] = softmax.lse(half, sum) + (shift == nullptr ? 0.f : shift[at] * softmax_scale);
-        }
-      }
+      finish_coded_rows(inverse, softmax, end_lane, rows_left, lse, shift,
+                        end_head * total_q + mine.start + end_row, softmax_scale);
       //% if v_codes
       const int v_stage = place_of<STAGES>(tiles - 1).stage;
       scale_columns(acc, shared + Rings::V + v_stage * Rings::V_STAGE + Rings::V_SCALES, head_dim_v,
@@ -331,7 +333,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       if (signals) bulk_wait_read();  // of what was staged there before
       __syncwarp();
       stage_rows<elem_t, OTile>(acc, inverse, end_lane, warp_o());
+      //% if packed
+      store_staged_rows<OTile>(
+          o + anew(place.head) * o_strides.head + (mine.start + end_row) * o_strides.row,
+          o_strides.row, warp_o(), end_lane, rows_left, anew(head_dim_v));
+      //% else
       if (signals) tma_store_tile<OTile>(o_map, warp_o(), end_row, place.head, place.batch);
+      //% endif
       if (!AHEAD) first_scores(items);
     }
     wgmma_wait<0>();

@@ -20,15 +20,15 @@
 
    with c = softmax_scale * log2(e). P stays in registers, as the next product's A operand. An
    optimistic variant does not look for a maximum first (sm90/speculative_softmax.cuh). Rendered in:
-   forms of attention (features.cuh), pages (pages.cuh), of codes too (sm90/page_codes.cuh); rows that
-   go on (row_state.cuh); for few queries, parts of the keys, tiles of several heads (sm90/parts.cuh).
+   forms of attention (features.cuh), pages (pages.cuh), of codes too (sm90/page_codes.cuh), beside
+   sequences that decode (mixed/work_items.cuh); rows that go on (row_state.cuh); for few queries,
+   parts of the keys, tiles of several heads (sm90/parts.cuh).
    Source: Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/register_fence.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "tile/pingpong.cuh"
-#include "attention/row_state.cuh"
 #include "attention/sm90/epilogue.cuh"
 #include "attention/sm90/producer.cuh"
 #include "attention/sm90/products.cuh"
@@ -36,6 +36,12 @@
 #include "attention/sm90/speculative_softmax.cuh"
 //% if codes
 #include "attention/sm90/page_codes.cuh"
+//% endif
+//% if not together
+#include "attention/row_state.cuh"
+//% else
+#include "attention/mixed/work_items.cuh"
+#include "attention/mixed/single_tokens.cuh"
 //% endif
 //% if form
 #include "attention/sm90/alibi.cuh"
@@ -83,9 +89,10 @@ constexpr bool PARTED = SpanOf<Span>::PARTED;
 // With two tiles of Q the next one's first scores are under way while this output is stored; with
 // one, the next one comes meanwhile.
 constexpr bool AHEAD = Q_STAGES > 1;
-constexpr int WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
-static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
-                  (1 + CONSUMERS) * registers_at_start(THREADS),
+constexpr int PRODUCERS = 1 + ${code_groups};  // warpgroups; all but the first behind the consumers
+constexpr int WARPGROUP = 128, THREADS = WARPGROUP * (PRODUCERS + CONSUMERS);
+static_assert(PRODUCERS * PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
+                  (PRODUCERS + CONSUMERS) * registers_at_start(THREADS),
               "more would be waited for forever");
 constexpr int QK_STEPS = HEAD_DIM / 16, PV_STEPS = BLOCK_K / 16;
 using Rings = AttentionRings<BLOCK_Q, BLOCK_K, HEAD_DIM, HEAD_DIM_V, Q_STAGES, K_STAGES, V_STAGES,
@@ -114,17 +121,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
     const float* __restrict__ sinks /* [heads_q] */ ${score_arrays} ${page_arrays},  //
     //% endif
+    //% if together
+    const elem_t* __restrict__ q,  // as q_map has it; k and v [pages, heads_kv, page, head_dim],
+    const elem_t* __restrict__ k, const elem_t* __restrict__ v,  // rows on 16-byte boundaries
+    float* __restrict__ workspace,  // `slots` slots of parts (decode/merge.cuh)
+    //% endif
     //% if parts
     float* __restrict__ o_parts,  // [parts, batch, heads_q, seqlen_q, HEAD_DIM_V]
     //% elif form or not staged
     elem_t* __restrict__ o,  // [batch, heads_q, seqlen_q, head_dim_v], rows on 16-byte boundaries
     //% endif
     float* __restrict__ ${lse} ${state_array},  // [batch, heads_q, seqlen_q] contiguous, or null
-    u32* __restrict__ counters,                 // [1], 0 before and after
+    u32* __restrict__ counters,                 // [1], 0 before and after; more where together
     const int batch, const int heads_q, const int group_size, const int ${seqlen_q},
     const int ${seqlen_k} ${o_scalars}, const int section_heads,  // whose K and V fit into L2
     //% if form
     const AttentionForm form${score_scalars} ${page_numbers},
+    //% endif
+    //% if together
+    const Strides q_strides, const Strides k_strides, const Strides v_strides, const int head_dim,
+    const int table_rows, const int slots, const int abreast,
+    const float tile_weight,  // see MixedWorkItems
     //% endif
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
@@ -145,13 +162,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   //% else
   const SpanOf<Span> span_of{seqlen_q, seqlen_k, causal${comma_parts}};
   //% endif
-  if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS, Codes::WARPS>(VARLEN, ARRAYS);
+  if (threadIdx.x == 0)
+    barriers.begin<Q_STAGES, CONSUMERS, Codes::WARPS, CODE_STAGES>(VARLEN, ARRAYS);
   __syncthreads();
   after_previous_kernel();
 
-  if (warpgroup == 0) {
+  //% if together
+  const bool decodes = blockIdx.x < works.decoding_blocks;
+  //% endif
+  if (warpgroup == 0 || PRODUCERS > 1 && warpgroup > CONSUMERS) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
+    //% if together
+    if (decodes) named_barrier_wait<THREADS>(5);  // until then the rings are the consumers'
+    //% endif
     const AttentionProducer<Rings, VARLEN, SpanOf<Span>, HEADS, Codes> producer(
         barriers, shared, group_size / HEADS, span_of, asks);
     producer.run<ARRAYS>(
@@ -164,6 +188,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     // ---- consumers
     more_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1, lane = threadIdx.x % WARP_SIZE;
+    //% if together
+    if (decodes) {
+      const SingleTokenArrays<elem_t> arrays{
+          q, k, v, page_table, sinks, o, lse, workspace, counters + 1,
+          {q_strides.row, q_strides.head, 0}, k_strides, v_strides,
+          {o_strides.row, o_strides.head, 0}, head_dim, head_dim_v, table_width, page_log2,
+          static_cast<u32>(num_pages), slots, form.softmax_scale};
+      const Sequences sequences{seq_lens, rows, batch, max_seqlen_k, table_rows,
+                                1 + form.window_left, cu_seqlens_q};
+      const QueryRows one_token{group_size, 1, heads_q / group_size, 1.f / group_size,
+                                form.total_q};
+      SingleTokens<Rings, elem_t, SINKS>(arrays, sequences, one_token, shared_memory,
+                                         softmax_scale_log2, threadIdx.x - WARPGROUP)
+          .run(works.decoding_blocks, abreast);
+      proxy_fence();
+      named_barrier_wait<THREADS>(5);
+    }
+    //% endif
     const int warp_row = consumer * 64 + threadIdx.x % WARPGROUP / WARP_SIZE * 16;
     const int warp_query = warp_row % ROWS, warp_head = warp_row / ROWS;  // of the tile's
     const u64 q_operand = wgmma_tile(shared + consumer * 64 * Rings::QTile::ROW_BYTES, 0);

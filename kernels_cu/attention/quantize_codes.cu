@@ -9,6 +9,7 @@
           attention/codes.cuh: key 8 j + 2 t + i at 4 t + 2 j + i
 
    ROTATE: rows of Q and K are rotated first (quantize/hadamard.cuh), which changes no score.
+   PACKED: sequences one behind the other, at places of attention/packed_codes.cuh in the codes.
 
    Source: Zhang et al., "SageAttention" (2024), for smooth keys. */
 #include "prelude.cuh"
@@ -20,139 +21,203 @@ using elem_t = ${dtype};
 using Codes = ${codes};  // of q and k
 using ValueCodes = ${value_codes};
 constexpr bool SMOOTH = ${smooth}, ROTATE = ${rotate}, V_CODES = ${v_codes};
-constexpr bool GIVEN = ${given};
+constexpr bool GIVEN = ${given}, PACKED = ${packed};
 constexpr int HEAD_DIM = ${head_dim};  // at most
 constexpr int ROWS = ${rows};          // of a block; keys that share a scale
 constexpr int THREADS = ${threads};
 
-using Tile = RowTile<HEAD_DIM, ROWS, THREADS>;
+using Tile = RowTile<HEAD_DIM, ROWS, THREADS, PACKED>;
 constexpr int LANES = Tile::LANES, PASSES = Tile::PASSES;
-constexpr int V_PITCH = ROWS + 16;  // bytes of a column of V in shared memory
-static_assert(ROWS == 64, "keys of V^T are padded to what a tile of attention/flash_codes.cu has");
+// Blocks of an SM, at least; Blackwell's code does not fit into as few registers.
+constexpr int RESIDENT = HEAD_DIM > 128 ? 1 : ROTATE ? 2 : __CUDA_ARCH__ < 1000 ? 4 : 3;
+// Queries become codes while the kernel that makes the means is under way.
+constexpr bool EARLY = SMOOTH && !GIVEN;
+static_assert(ROWS == 1 << SCALE_KEYS_LOG2, "a block is what shares a scale");
+// Blocks of a head of V: a tile of packed keys may end so far behind the last one.
+constexpr int MORE_BLOCKS = PACKED ? ceil_div(MAX_TILE, ROWS) : 0;
 
+// Codes do not wait for the kernel that makes the means (EARLY): that one began when what was before it
+// was over. Only the shift does.
 __device__ __forceinline__ void quantize_queries(const Tile& tile, const elem_t* q,
                                                  const Strides& strides, const float* k_means,
                                                  const float* given, u8* codes, float* scales,
-                                                 float* shift, int heads_q, int group_size,
-                                                 int seqlen, int head_dim) {
-  const int kv_head =
-      tile.head / heads_q * (heads_q / group_size) + tile.head % heads_q / group_size;
+                                                 float* shift, int heads_kv, int group_size,
+                                                 int total, int head_dim) {
 #pragma unroll 2
   for (int pass = 0; pass < PASSES; ++pass) {
     const int row = tile.row(pass);
-    const i64 place = static_cast<i64>(tile.head) * seqlen + row;
-    Eight x = tile.load(q, strides, heads_q, pass, seqlen, head_dim);
-    if (SMOOTH) {
-      Eight mean = load_eight<true>(k_means + kv_head * head_dim, tile.column, head_dim);
-      float sum = 0.f;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sum = fmaf(x[i], mean[i], sum);
-      sum = lanes_sum<LANES>(sum);
-      if (tile.column == 0 && row < seqlen) shift[place] = sum;
-    }
+    const i64 place = tile.place(row, total);
+    Eight x = tile.load(q, strides, row, head_dim);
     if (ROTATE) rotate_row<LANES>(x);
     const float scale = GIVEN ? *given : scale_of<float, Codes>(lanes_most<LANES>(magnitude(x)));
-    const auto word = Codes::encode(x, Divisor(scale));
-    if (row < seqlen) {
+    const uint2 word =
+        GIVEN ? Codes::encode(x, Divisor(scale)) : encode_quotients<Codes>(x, Quotient(scale));
+    if (row < tile.length) {
       if (tile.column == 0) scales[place] = scale;
       store_codes<Codes, true>(codes + place * head_dim, tile.column, head_dim, word);
     }
+  }
+  if (!SMOOTH) return;
+  if (EARLY) after_previous_kernel(false);
+  const int kv_head = tile.sequence * heads_kv + tile.of_sequence / group_size;
+  Eight mean = load_eight<true>(k_means + kv_head * head_dim, tile.column, head_dim);
+#pragma unroll 2
+  for (int pass = 0; pass < PASSES; ++pass) {
+    const int row = tile.row(pass);
+    Eight x = tile.load(q, strides, row, head_dim);  // once more, out of the cache
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(x[i], mean[i], sum);
+    sum = lanes_sum<LANES>(sum);
+    if (tile.column == 0 && row < tile.length) shift[tile.place(row, total)] = sum;
   }
 }
 
 __device__ __forceinline__ void quantize_keys(const Tile& tile, const elem_t* k,
                                               const Strides& strides, const float* k_means,
                                               const float* given, u8* codes, float* scales,
-                                              u32* warps, int heads_kv, int seqlen, int head_dim) {
+                                              u32* warps, int key_block, int total, int head_dim) {
   Eight x[PASSES], mean = {};
   u32 most = 0;
   if (SMOOTH) mean = load_eight<true>(k_means + tile.head * head_dim, tile.column, head_dim);
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass)
-    x[pass] = tile.load_key<SMOOTH, ROTATE>(k, strides, heads_kv, pass, seqlen, head_dim, mean);
+    x[pass] = tile.load_key<SMOOTH, ROTATE>(k, strides, tile.row(pass), head_dim, mean);
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) most = max(most, magnitude(x[pass]));
   const float scale = GIVEN ? *given : scale_of<float, Codes>(block_most<THREADS>(most, warps));
-  if (threadIdx.x == 0) scales[tile.head * ceil_div(seqlen, ROWS) + tile.first / ROWS] = scale;
-  const Divisor scaled(scale);
+  if (threadIdx.x == 0) scales[key_block] = scale;
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
-    const i64 place = static_cast<i64>(tile.head) * seqlen + tile.row(pass);
-    if (tile.row(pass) < seqlen)
-      store_codes<Codes, true>(codes + place * head_dim, tile.column, head_dim,
-                               Codes::encode(x[pass], scaled));
+    const uint2 word = GIVEN ? Codes::encode(x[pass], Divisor(scale))
+                             : encode_quotients<Codes>(x[pass], Quotient(scale));
+    if (tile.row(pass) < tile.length)
+      store_codes<Codes, true>(codes + tile.place(tile.row(pass), total) * head_dim, tile.column,
+                               head_dim, word);
   }
 }
 
 //% if v_codes
+// Four keys whose bytes are neighbours (two where a thread has no more) are a thread's, so that a column
+// takes them in one store. Words of eight columns each are a place further round, for the banks' sake.
+constexpr int KEYS = PASSES < 4 ? PASSES : 4;
+
+__device__ __forceinline__ int word_place(int column, int word) {
+  return column * ROWS + (word + column / 8) % (ROWS / 4) * 4;
+}
+
 __device__ __forceinline__ void quantize_values(const Tile& tile, const elem_t* v,
                                                 const Strides& strides, const float* v_scales,
-                                                u8* codes, u8 (*columns)[V_PITCH], int heads_kv,
-                                                int seqlen, int head_dim_v) {
+                                                u8* codes, u8* columns, int v_keys,
+                                                int head_dim_v) {
   Eight by = load_eight<true>(v_scales + tile.head * head_dim_v, tile.column, head_dim_v);
 #pragma unroll
-  for (int pass = 0; pass < PASSES; ++pass) {
-    Eight x = tile.load(v, strides, heads_kv, pass, seqlen, head_dim_v);
+  for (int first = 0; first < PASSES / KEYS; ++first) {
+    // Keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of sixteen are word t of their four.
+    const int unit = first * (THREADS / LANES) + tile.team, word = unit * KEYS / 4;
+    const int half = KEYS < 4 ? unit % 2 : 0;
+    const int key = tile.first + word / 4 * 16 + word % 4 * 2 + half * 8;
+    uint2 made[KEYS];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = Divisor(tile.column < head_dim_v ? by[i] : 1.f)(x[i]);
-    const uint2 word = ValueCodes::encode(x, Divisor(1.f));
-    const int key = tile.row(pass) - tile.first;
-    const int place = key / 16 * 16 + key / 2 % 4 * 4 + key / 8 % 2 * 2 + key % 2;
+    for (int i = 0; i < KEYS; ++i) {
+      Eight x = tile.load(v, strides, key + i % 2 + i / 2 * 8, head_dim_v);
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      columns[tile.column + i][place] = (i < 4 ? word.x : word.y) >> i % 4 * 8;
+      for (int k = 0; k < 8; ++k) x[k] = Quotient(tile.column < head_dim_v ? by[k] : 1.f)(x[k]);
+      made[i] = ValueCodes::encode_scaled(x);
+    }
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      u32 bytes = 0;
+#pragma unroll
+      for (int i = 0; i < KEYS; ++i) {
+        const u32 four = k < 4 ? made[i].x : made[i].y;
+        bytes |= (four >> k % 4 * 8 & 0xff) << i * 8;
+      }
+      u8* const to = columns + word_place(tile.column + k, word) + half * 2;
+      if (KEYS == 4)
+        *reinterpret_cast<u32*>(to) = bytes;
+      else
+        *reinterpret_cast<u16*>(to) = bytes;
+    }
   }
   __syncthreads();
-  const int v_keys = round_up(seqlen, ROWS);
   for (int i = threadIdx.x; i < head_dim_v * (ROWS / 16); i += THREADS) {
-    const int column = i / (ROWS / 16), chunk = i % (ROWS / 16) * 16;
-    u8* const to =
-        codes + (static_cast<i64>(tile.head) * head_dim_v + column) * v_keys + tile.first;
-    *reinterpret_cast<uint4*>(to + chunk) =
-        *reinterpret_cast<const uint4*>(&columns[column][chunk]);
+    const int column = i / (ROWS / 16), chunk = i % (ROWS / 16);
+    u32 words[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      words[k] = *reinterpret_cast<const u32*>(columns + word_place(column, chunk * 4 + k));
+    *reinterpret_cast<uint4*>(codes + column * static_cast<i64>(v_keys) + chunk * 16) =
+        make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 //% endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM > 128 ? 1 : 2)
-    attention_quantize_codes(
-        const elem_t* __restrict__ q,           // [batch, heads_q, seqlen_q, head_dim]
-        const elem_t* __restrict__ k,           // [batch, heads_kv, seqlen_k, head_dim]
-        const elem_t* __restrict__ v,           // [batch, heads_kv, seqlen_k, head_dim_v]
-        const float* __restrict__ k_means,      // [batch, heads_kv, head_dim], or null
-        const float* __restrict__ v_scales,     // [batch, heads_kv, head_dim_v], or null
-        const float* __restrict__ span_scales,  // [q_spans + k_spans], or null
-        u8* __restrict__ q_codes,               // [batch, heads_q, seqlen_q, head_dim]
-        u8* __restrict__ k_codes,               // [batch, heads_kv, seqlen_k, head_dim]
-        u8* __restrict__ v_codes,               // [batch, heads_kv, head_dim_v, v_keys], or null
-        float* __restrict__ q_scales,           // [batch, heads_q, seqlen_q]
-        float* __restrict__ k_scales,           // [batch, heads_kv, ceil(seqlen_k / ROWS)]
-        float* __restrict__ shift,              // [batch, heads_q, seqlen_q], or null
-        const Strides q_strides, const Strides k_strides, const Strides v_strides,
-        const int heads_q,
-        const int group_size,                    // query heads a KV head
-        const int q_blocks, const int k_blocks,  // of all heads; those of V follow
-        const int q_spans, const int k_spans,    // heads of all, or 1
-        const int seqlen_q, const int seqlen_k, const int head_dim, const int head_dim_v) {
-  after_previous_kernel();
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_quantize_codes(
+    //% if packed
+    // Packed: q is [total_q, heads_q, head_dim], k and v alike; in what is written one batch has
+    // total_q and total_k rows a head, and `batch` is how many sequences there are elsewhere.
+    const int* __restrict__ cu_seqlens_q,  // [batch + 1]
+    const int* __restrict__ cu_seqlens_k,  // [batch + 1]
+    //% endif
+    const elem_t* __restrict__ q,           // [batch, heads_q, seqlen_q, head_dim]
+    const elem_t* __restrict__ k,           // [batch, heads_kv, seqlen_k, head_dim]
+    const elem_t* __restrict__ v,           // [batch, heads_kv, seqlen_k, head_dim_v]
+    const float* __restrict__ k_means,      // [batch, heads_kv, head_dim], or null
+    const float* __restrict__ v_scales,     // [batch, heads_kv, head_dim_v], or null
+    const float* __restrict__ span_scales,  // [q_spans + k_spans], or null
+    u8* __restrict__ q_codes,               // [batch, heads_q, seqlen_q, head_dim]
+    u8* __restrict__ k_codes,               // [batch, heads_kv, seqlen_k, head_dim]
+    u8* __restrict__ v_codes,               // [batch, heads_kv, head_dim_v, v_keys], or null
+    float* __restrict__ q_scales,           // [batch, heads_q, seqlen_q]
+    float* __restrict__ k_scales,           // [batch, heads_kv, v_keys / ROWS]
+    float* __restrict__ shift,              // [batch, heads_q, seqlen_q], or null
+    const Strides q_strides, const Strides k_strides, const Strides v_strides,
+    //% if packed
+    const int total_q, const int total_k,
+    //% endif
+    const int heads_q,
+    const int group_size,                    // query heads a KV head
+    const int q_blocks, const int k_blocks,  // of all heads; those of V follow
+    const int q_spans, const int k_spans,    // heads of all, or 1
+    const int seqlen_q, const int seqlen_k,  // of packed sequences the longest
+    const int v_keys,                        // places of a head's keys, a multiple of ROWS
+    const int head_dim, const int head_dim_v) {
+  let_next_kernel();
+  if (!EARLY || blockIdx.x >= q_blocks) after_previous_kernel(false);
   __shared__ u32 warps[THREADS / WARP_SIZE];
+  //% if not packed
+  const int *const cu_seqlens_q = nullptr, *const cu_seqlens_k = nullptr;
+  const int total_q = seqlen_q, total_k = seqlen_k;
+  //% endif
   const int heads_kv = heads_q / group_size, block = blockIdx.x;
+  const int blocks_k = ceil_div(seqlen_k, ROWS);
   if (block < q_blocks) {
-    const Tile tile(block, seqlen_q);
+    const Tile tile(block, ceil_div(seqlen_q, ROWS), heads_q, cu_seqlens_q, seqlen_q);
     const float* const given = span_scales + min(tile.head, q_spans - 1);
-    quantize_queries(tile, q, q_strides, k_means, given, q_codes, q_scales, shift, heads_q,
-                     group_size, seqlen_q, head_dim);
+    if (PACKED && tile.first >= tile.length) return;
+    quantize_queries(tile, q, q_strides, k_means, given, q_codes, q_scales, shift, heads_kv,
+                     group_size, total_q, head_dim);
   } else if (!V_CODES || block < q_blocks + k_blocks) {
-    const Tile tile(block - q_blocks, seqlen_k);
+    const Tile tile(block - q_blocks, blocks_k, heads_kv, cu_seqlens_k, seqlen_k);
     const float* const given = span_scales + q_spans + min(tile.head, k_spans - 1);
-    quantize_keys(tile, k, k_strides, k_means, given, k_codes, k_scales, warps, heads_kv, seqlen_k,
+    if (PACKED && tile.first >= max(tile.length, 1)) return;  // one scale at least
+    const int key_block = (tile.code_head() * v_keys +
+                           first_place<PACKED>(cu_seqlens_k, tile.sequence) + tile.first) /
+                          ROWS;
+    quantize_keys(tile, k, k_strides, k_means, given, k_codes, k_scales, warps, key_block, total_k,
                   head_dim);
   }
   //% if v_codes
   else {
-    __shared__ __align__(16) u8 columns[HEAD_DIM][V_PITCH];
-    quantize_values(Tile(block - q_blocks - k_blocks, seqlen_k), v, v_strides, v_scales, v_codes,
-                    columns, heads_kv, seqlen_k, head_dim_v);
+    __shared__ __align__(16) u8 columns[HEAD_DIM * ROWS];
+    const Tile tile(block - q_blocks - k_blocks, blocks_k + MORE_BLOCKS, heads_kv, cu_seqlens_k,
+                    seqlen_k);
+    const int place = first_place<PACKED>(cu_seqlens_k, tile.sequence) + tile.first;
+    if (PACKED && place >= first_place<PACKED>(cu_seqlens_k, tile.sequence + 1)) return;
+    quantize_values(tile, v, v_strides, v_scales,
+                    v_codes + tile.code_head() * head_dim_v * v_keys + place, columns, v_keys,
+                    head_dim_v);
   }
   //% endif
 }

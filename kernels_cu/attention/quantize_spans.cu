@@ -10,13 +10,17 @@
 
 using elem_t = ${dtype};
 using Codes = ${codes};  // of q and k
-constexpr bool SMOOTH = ${smooth}, ROTATE = ${rotate};
+constexpr bool SMOOTH = ${smooth}, ROTATE = ${rotate}, PACKED = ${packed};
 constexpr int HEAD_DIM = ${head_dim};  // of q and k, at most
 constexpr int ROWS = ${rows};          // of a block
 constexpr int THREADS = ${threads};
-using Tile = RowTile<HEAD_DIM, ROWS, THREADS>;
+using Tile = RowTile<HEAD_DIM, ROWS, THREADS, PACKED>;
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_quantize_spans(
+    //% if packed
+    const int* __restrict__ cu_seqlens_q,  // [batch + 1]
+    const int* __restrict__ cu_seqlens_k,  // [batch + 1]
+    //% endif
     const elem_t* __restrict__ q,       // [batch, heads_q, seqlen_q, head_dim]
     const elem_t* __restrict__ k,       // [batch, heads_kv, seqlen_k, head_dim]
     const float* __restrict__ k_means,  // [batch, heads_kv, head_dim], or null
@@ -33,7 +37,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_quantize_spans(
   const bool of_q = block < q_blocks;
 
   // 1. The greatest magnitude of these rows.
-  const Tile tile(of_q ? block : block - q_blocks, of_q ? seqlen_q : seqlen_k);
+  //% if not packed
+  const int *const cu_seqlens_q = nullptr, *const cu_seqlens_k = nullptr;
+  //% endif
+  const int longest = of_q ? seqlen_q : seqlen_k;
+  const Tile tile(of_q ? block : block - q_blocks, ceil_div(longest, ROWS),
+                  of_q ? heads_q : heads_kv, of_q ? cu_seqlens_q : cu_seqlens_k, longest);
   Eight mean = {};
   if (SMOOTH && !of_q)
     mean = load_eight<true>(k_means + tile.head * head_dim, tile.column, head_dim);
@@ -42,8 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_quantize_spans(
   for (int pass = 0; pass < Tile::PASSES; ++pass) {
     // Q has no mean to lose: `mean` is 0 there.
     Eight x = tile.load_key<SMOOTH, ROTATE>(of_q ? q : k, of_q ? q_strides : k_strides,
-                                            of_q ? heads_q : heads_kv, pass,
-                                            of_q ? seqlen_q : seqlen_k, head_dim, mean);
+                                            tile.row(pass), head_dim, mean);
     most = max(most, magnitude(x));
   }
   most = block_most<THREADS>(most, warps);

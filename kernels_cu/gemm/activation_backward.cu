@@ -3,6 +3,7 @@
      dz    = dy * act'(z)                                   with GATE, of z = gate | up:
              dy * up * act'(gate) | dy * act(gate)
      dbias = column sums of dz
+     y     = act(gate) * up, the result itself, for who did not keep it: with GATE alone
 
    A block has the columns of THREADS vectors. Its GROUPS of threads have a row each, and the block
    every gridDim.y-th of so many: a thread keeps its columns in all its rows, so that their sums stay
@@ -30,6 +31,7 @@ constexpr int SIZE = 8, PAIRS = SIZE / 2;  // columns of a thread
 constexpr int UNDERWAY = 8;                // rows of partials
 constexpr bool WORDS = sizeof(elem_t) == 4 || sizeof(out_t) == 4;
 constexpr int AT_ONCE = (GATE ? 2 : 4) / (WORDS || !VECTOR ? 2 : 1);  // rows of dy and z
+constexpr int RESIDENT = GATE && WORDS && !VECTOR ? 3 : 4;  // groups that share a multiprocessor
 static_assert(!(GATE && PLAIN), "a gate's gradients need z");
 
 template <typename T>
@@ -41,7 +43,7 @@ __device__ __forceinline__ float2 slopes(float dy, float gate, float up) {
   return {dy * up * activation_t::slope(gate), dy * activation_t::value(gate)};
 }
 
-// dy and z of a row -> dz and, with GATE, d_up.
+// dy and z of a row -> dz and, with GATE, d_up and, in place of up, y.
 __device__ __forceinline__ void differentiate(Columns<elem_t>& dz, Columns<elem_t>& d_up,
                                               Columns<float>& sums, Columns<float>& up_sums,
                                               Columns<out_t>& dy, Columns<elem_t>& z,
@@ -55,6 +57,7 @@ __device__ __forceinline__ void differentiate(Columns<elem_t>& dz, Columns<elem_
       const float2 a = slopes(g.x, at.x, u.x), b = slopes(g.y, at.y, u.y);
       made = {a.x, b.x};
       d_up.set(0, pair, a.y, b.y);
+      up.set(0, pair, activation_t::value(at.x) * u.x, activation_t::value(at.y) * u.y);
       up_sums.set(0, pair, up_sum.x + a.y, up_sum.y + b.y);
     } else if (!PLAIN) {
       made = {slope(g.x, at.x), slope(g.y, at.y)};
@@ -102,12 +105,13 @@ __device__ __forceinline__ void add_up(elem_t* dbias, const float* partials, i64
   made.store(dbias, thread, columns);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, 4 / GROUPS)
+extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, (RESIDENT + GROUPS - 1) / GROUPS)
     linear_activation_backward(
         const out_t* __restrict__ dy,    // [m, n]
         const elem_t* __restrict__ pre,  // [m, n], or [m, 2 n] with GATE: contiguous; null if PLAIN
         elem_t* __restrict__ dz,         // as pre, or null
         elem_t* __restrict__ dbias,      // [n], or [2 n]; or null
+        elem_t* __restrict__ y,          // [m, n], or null
         float* workspace,                // partials [gridDim.y, n or 2 n], where there is a dbias
         u32* counters,                   // [gridDim.x], all 0
         const i64 dy_stride, const int m, const int n) {
@@ -136,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, 4 / GROUPS)
       Columns<elem_t> made, d_up;
       const i64 place = row * wide + skip;
       differentiate(made, d_up, sums, up_sums, given[i], z[i], up[i]);
+      if (GATE && y != nullptr) up[i].store(y + row * static_cast<i64>(n) + skip, thread, here);
       if (dz == nullptr) continue;
       made.store(dz + place, thread, here);
       if (GATE) d_up.store(dz + place + n, thread, here);

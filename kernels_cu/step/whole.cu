@@ -38,7 +38,9 @@ using elem_t = ${dtype};
 using Activation = ${activation};
 constexpr bool CENTERED = ${centered};  // LayerNorm
 constexpr bool ROPE = ${rope}, GATE = ${gate};
+constexpr bool CODES = ${codes};  // weights of layers' products are of int4
 constexpr int D = ${head_dim}, GROUP = ${group};  // query heads of a key head
+constexpr int OWN = ${own};                       // of those in a work item of attention
 constexpr int MOST = ${most};                     // rows there is room for
 constexpr int WARPS = ${warps}, FETCHERS = ${fetchers};
 constexpr int COLUMNS = ${columns};  // of a weight in a stage of the ring
@@ -51,9 +53,10 @@ constexpr int THREADS = 32 * WARPS;  // that compute
 struct Meet {
   __device__ __forceinline__ void operator()() const { named_barrier_wait_aligned<THREADS>(1); }
 };
-using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS>;
-using Rows = GatheredRows<elem_t, WARPS, CENTERED, Meet>;
-using Heads = DecodeHeads<elem_t, D, GROUP, WARPS, ROPE>;
+using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS, CODES>;
+constexpr int TAKEN = MOST < 4 && OWN == 1 ? 8 : 4;  // as registers permit
+using Rows = GatheredRows<elem_t, WARPS, CENTERED, MOST, TAKEN, Ring::PAIRED, Meet>;
+using Heads = DecodeHeads<elem_t, D, GROUP, OWN, WARPS, ROPE>;
 static_assert(MOST <= 8, "columns of a product of tensor cores");
 static_assert(sizeof(typename Heads::Shared) <= ROOM - ASIDE, "attention has its room");
 
@@ -61,7 +64,7 @@ struct DecodeModel {
   i64 plane;  // elements of a layer's keys, as many as of its values
   int m;      // 1..MOST
   int layers, hidden, mlp, vocabulary, heads_q, heads_kv;
-  int splits;  // work items of a sequence and a key head
+  int splits;  // work items of a sequence and OWN query heads
   int page_step, head_step, token_step, page_log2, max_sequences, max_pages, table_rows;
   int logits_stride;
   int advance;  // tokens become the largest, and positions the next
@@ -71,9 +74,20 @@ struct DecodeModel {
 
 // What passes from phase to phase: words with tags.
 struct Between {
-  u64 *qkv, *partials;
-  u32 *stream, *attended, *inner;
-  u32* largest;  // without tags
+  u32* const exchange;
+  const DecodeModel& model;
+  __device__ __forceinline__ u64* qkv() const { return pairs(model.qkv); }
+  __device__ __forceinline__ u64* partials() const { return pairs(model.partials); }
+  __device__ __forceinline__ u32* stream() const { return exchange + model.stream; }
+  __device__ __forceinline__ u32* attended() const { return exchange + model.attended; }
+  __device__ __forceinline__ u32* inner() const { return exchange + model.inner; }
+  // Without tags.
+  __device__ __forceinline__ u32* largest() const { return exchange + model.largest; }
+
+ private:
+  __device__ __forceinline__ u64* pairs(int first) const {
+    return reinterpret_cast<u64*>(exchange + first);
+  }
 };
 
 using Sums = TileSums<elem_t, Ring, WARPS, MOST>;
@@ -133,6 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
   __shared__ typename Sums::Shared sums;
+  __shared__ typename Rows::Shared statistics;
   __shared__ DecodeItem item;
   __shared__ float angles[D];
   const int m = model.m, hidden = model.hidden, dim_q = model.heads_q * D;
@@ -149,20 +164,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       model.max_sequences, model.max_pages,
       model.table_rows,    model.heads_kv,
       model.splits,        model.scale};
-  const int splits = model.splits, items = m * model.heads_kv * splits;
+  const int splits = model.splits, items = m * model.heads_kv * Heads::PARTS * splits;
   const u32 launches = load_word(exchange);
-  const Between at = {reinterpret_cast<u64*>(exchange + model.qkv),
-                      reinterpret_cast<u64*>(exchange + model.partials),
-                      exchange + model.stream,
-                      exchange + model.attended,
-                      exchange + model.inner,
-                      exchange + model.largest};
+  const Between at = {exchange, model};
   const u32 first_tag = launches * model.layers + 1,
             first_stream = launches * (2 * model.layers + 1) + 1;
   const bool attends = blockIdx.x < items;
   const auto heads_of = [&](int n) {
     elem_t* const own = pages + 2 * n * model.plane;
-    return DecodeLayer<elem_t>{at.qkv,        at.attended, at.partials,
+    return DecodeLayer<elem_t>{at.qkv(),        at.attended(), at.partials(),
                                first_tag + n, own,         own + model.plane};
   };
 
@@ -174,29 +184,33 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   };
   for (int p = threadIdx.x; p < products; p += blockDim.x) {
     const int kind = p == products - 1 ? HEAD : p % 4;
-    Product<elem_t> made = {head, nullptr, norm_weight, norm_bias};
+    Product<elem_t> made = {head, nullptr, norm_weight, norm_bias, nullptr};
     if (kind != HEAD) made = product_of(weights, table_of_layers[p / 4], kind);
     share_out(made,
               kind == QKV    ? heads
               : kind == UP   ? model.mlp
               : kind == HEAD ? model.vocabulary
                              : hidden,
-              ceil_div(inputs_of(kind), COLUMNS), p);
+              ceil_div(inputs_of(kind), Ring::columns_of(made.scales != nullptr)), p);
     list[p] = made;
   }
   if (attends) {
-    if (threadIdx.x == 0) item = DecodeItem::make(state, blockIdx.x, GROUP * D);
-    if (ROPE) Heads::load_angles(angles, table, state, blockIdx.x / splits / model.heads_kv);
+    if (threadIdx.x == 0) item = DecodeItem::make(state, blockIdx.x, Heads::PARTS, OWN * D);
+    if (ROPE) Heads::load_angles(angles, table, state,
+                                  blockIdx.x / splits / Heads::PARTS / model.heads_kv);
   }
   __syncthreads();
 
   // The warps that fetch.
   if (threadIdx.x >= THREADS) {
+    const auto source_of = [&](int p) {
+      const int kind = p == products - 1 ? HEAD : p % 4;
+      return typename Ring::Source(list[p], model.mlp, inputs_of(kind), GATE && kind == UP);
+    };
 #pragma unroll 1
     for (int p = 0; p < products; ++p) {
-      const Product<elem_t> next = list[p];
+      const Product<elem_t>& next = list[p];
       const int kind = p == products - 1 ? HEAD : p % 4;
-      const bool halves = GATE && kind == UP;
       if (threadIdx.x < THREADS + 32) {
         prefetch_small(next.norm, hidden), prefetch_small(next.norm_bias, hidden);
         prefetch_small(next.bias, kind == QKV  ? heads
@@ -205,22 +219,21 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
         if (kind == OUT && attends)
           Heads::prefetch(state, heads_of(p / 4), DecodeSpan(item, splits, next.window));
       }
-      ring.fetch(next.weight, next.begin, next.begin + next.outputs, model.mlp, inputs_of(kind),
-                 halves, next.inverse);
+      ring.fetch(p, products, source_of);
     }
     return;
   }
 
   const Meet meet;
   const u32 rows = shared_address(shared);
-  const u32 factors = rows + ROOM - ASIDE + products * sizeof(Product<elem_t>);
-  const Rows taken(rows, factors, m);
-  Sums sums_of(ring, sums, shared + ROOM, m);
-  Wanted wanted[Sums::EACH] = {};
+  const float of_hidden = 1.f / hidden;
+  const u32 factors = rows + ROOM - ASIDE + round_up<int>(products * sizeof(Product<elem_t>), 16);
+  const Rows taken(statistics, rows, factors, m);
+  Sums sums_of(ring, sums, m);
   Largest best[Sums::EACH];
 
   // 1. Embedding.
-  embed(at.stream, first_stream, tokens, positions, embedding, position_embedding, m, hidden);
+  embed(at.stream(), first_stream, tokens, positions, embedding, position_embedding, m, hidden);
 
 #pragma unroll 1
   for (int p = 0; p < products; ++p) {
@@ -238,55 +251,65 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
 
     const typename Sums::Work work(sums_of, own, k, halves);
     const elem_t* const bias = own.bias;
+    Wanted wanted[Sums::EACH] = {};
     const auto before = [&](int i, int row, int column) {
       wanted[i].x = bias_at(bias, column);
       if (halves) wanted[i].y = bias_at(bias, model.mlp + column);
       if (kind == OUT || kind == DOWN)
-        wanted[i].word = load_word(at.stream + row * hidden + column);
+        wanted[i].word = load_word(at.stream() + row * hidden + column);
     };
 
     // 3. Rows, normalised or as they are.
     sums_of.expect(work, before);
     if (own.norm != nullptr) {
       taken.load_factors(own.norm, own.norm_bias, hidden);
-      taken.normalise(at.stream, hidden, stream_tag, model.eps);
+      taken.normalise(own.norm, at.stream(), hidden, stream_tag, of_hidden, model.eps);
     } else {
-      taken.gather(kind == OUT ? at.attended : at.inner, k, tag);
+      taken.gather(kind == OUT ? at.attended() : at.inner(), k, tag);
     }
     meet();
 
     // 4. The block's outputs: heads of q, k and v; added to the stream; up with its activation; logits,
     //    and the largest of them.
-    sums_of.product(work, reinterpret_cast<const elem_t*>(shared), k, halves, before,
+    sums_of.product(work, rows, k, halves, before,
                     [&](int i, int row, int column, float2 sum) {
+                      if (Rows::LATE && own.norm != nullptr) {
+                        const float by = taken.late(row, of_hidden, model.eps);
+                        sum.x *= by, sum.y *= by;
+                      }
                       float y = sum.x + static_cast<float>(wanted[i].x);
                       if (kind == QKV) {
-                        store_word(at.qkv + row * heads + column, tagged(y, tag));
+                        store_word(at.qkv() + row * heads + column, tagged(y, tag));
                       } else if (kind == UP) {
                         y = Activation::value(y);
                         if (GATE) y *= sum.y + static_cast<float>(wanted[i].y);
-                        store_word(at.inner + row * model.mlp + column,
+                        store_word(at.inner() + row * model.mlp + column,
                                    tagged(static_cast<elem_t>(y), tag));
                       } else if (kind == HEAD) {
                         logits[row * static_cast<i64>(model.logits_stride) + column] = sum.x;
                         best[i].see(sum.x, column);
                       } else {
                         y += static_cast<float>(number<elem_t>(wanted[i].word));
-                        store_word(at.stream + row * hidden + column,
+                        store_word(at.stream() + row * hidden + column,
                                    tagged(static_cast<elem_t>(y), stream_tag + 1));
                       }
                     });
     meet();  // the rows are read
   }
 
-  // 5. The last block has the largest of all.
+  // 5. The largest of the block's; the last block has the largest of all.
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-  const int of_grid = blockIdx.x * WARPS + warp, rivals = gridDim.x * WARPS;
+  Largest* const of_warps = reinterpret_cast<Largest*>(shared);  // [m][WARPS]
 #pragma unroll
   for (int i = 0; i < Sums::EACH; ++i) {
     const Largest most = best[i].of_lanes<Ring::ROWS>();
     const int row = (lane + i * WARP_SIZE) / Ring::ROWS;
-    if (lane % Ring::ROWS == 0 && row < m) most.store(at.largest, row * rivals + of_grid);
+    if (lane % Ring::ROWS == 0 && row < m) of_warps[row * WARPS + warp] = most;
+  }
+  meet();
+  if (warp < m) {
+    const Largest most = of_warps[warp * WARPS + lane % WARPS].of_lanes<WARPS>();
+    if (lane == 0) most.store(at.largest(), warp * gridDim.x + blockIdx.x);
   }
   meet();
   u32& is_last = *reinterpret_cast<u32*>(shared);
@@ -295,8 +318,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   if (!is_last) return;
   if (warp < m) {
     Largest all;
-    for (int i = lane; i < rivals; i += WARP_SIZE)
-      all.see(Largest::loaded(at.largest, warp * rivals + i));
+#pragma unroll 4
+    for (int i = lane; i < gridDim.x; i += WARP_SIZE)
+      all.see(Largest::loaded(at.largest(), warp * gridDim.x + i));
     all = all.of_lanes<WARP_SIZE>();
     if (lane == 0) {
       largest[warp] = all.column;

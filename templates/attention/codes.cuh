@@ -46,6 +46,27 @@ __device__ __forceinline__ void scale_scores(float (&s)[M][N][4], u32 q_scales, 
     }
 }
 
+// S += Q K^T, nothing of which is fetched ahead: registers are all in use.
+template <typename Pair, int STEPS, int M, int N, typename QReader, typename KReader>
+__device__ __forceinline__ void multiply_qk_step_by_step(float (&s)[M][N][4], u32 q_tile,
+                                                         const QReader& q_reader, u32 k_tile,
+                                                         const KReader& k_reader) {
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    u32 q[M][4];
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < M; ++m) ldmatrix_x4(q[m], q_reader.address(q_tile, m, step));
+#pragma unroll
+    for (int n = 0; n < N / 2; ++n) {
+      u32 b[4];
+      ldmatrix_x4(b, k_reader.address(k_tile, n, step));
+#pragma unroll
+      for (int m = 0; m < M; ++m) mma_16x16x16<Pair, 16>(s[m][2 * n], s[m][2 * n + 1], q[m], b);
+    }
+  }
+}
+
 // Two probabilities as e4m3; `low` takes bits 0..7.                 PTX ISA: cvt.rn.satfinite.e4m3x2
 __device__ __forceinline__ u32 pack2_e4m3(float low, float high) {
   return __nv_cvt_float2_to_fp8x2({low, high}, __NV_SATFINITE, __NV_E4M3);

@@ -36,8 +36,9 @@ __device__ __forceinline__ void multiply_qk(float (&s)[M][N][4], u32 (&q_fragmen
   }
 }
 
-// O += exp2(S * scale_log2 - max) V, sixteen keys at a time; adds the row sums on the way.
-template <typename T, int MMA_K, int M, int N, int COLUMNS, typename VReader>
+// O += exp2(S * scale_log2 - max) V, sixteen keys at a time; adds the row sums on the way. SPARING:
+// little of V is fetched ahead, where there are no registers for it.
+template <typename T, int MMA_K, bool SPARING = false, int M, int N, int COLUMNS, typename VReader>
 __device__ __forceinline__ void multiply_pv(float (&acc)[M][COLUMNS][4], const float (&s)[M][N][4],
                                             OnlineSoftmax<M>& softmax, float scale_log2, u32 v_tile,
                                             const VReader& v_reader) {
@@ -58,6 +59,7 @@ __device__ __forceinline__ void multiply_pv(float (&acc)[M][COLUMNS][4], const f
 #pragma unroll
     for (int n = 0; n < COLUMNS / 2; ++n) {
       u32 b[4];
+      if (SPARING && n % 2 == 0) __syncwarp();
       ldmatrix_x4_trans(b, v_reader.address(v_tile, step, n));
 #pragma unroll
       for (int m = 0; m < M; ++m) mma_16x16x16<T, MMA_K>(acc[m][2 * n], acc[m][2 * n + 1], p[m], b);

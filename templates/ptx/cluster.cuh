@@ -61,6 +61,29 @@ __device__ __forceinline__ void cluster_arrive_at(u32 barrier, int rank) {
                : "memory");
 }
 
+// Which cluster of the grid this block is of, of how many: where none was asked for, each is its own.
+// PTX ISA: %clusterid, %nclusterid
+__device__ __forceinline__ int cluster_index() {
+  u32 index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
+__device__ __forceinline__ int cluster_count() {
+  u32 count;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(count));
+  return count;
+}
+
+// Four floats to 16 bytes of a block's shared memory, which count on an mbarrier there; both are
+// addresses of the cluster.                 PTX ISA: st.async, .mbarrier::complete_tx::bytes, .v4
+__device__ __forceinline__ void cluster_send_floats(u32 there, const float (&x)[4], u32 barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(there),
+      "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier)
+      : "memory");
+}
+
 // Four floats to the 16 bytes of block `rank` that lie where `shared` lies in this block.
 // PTX ISA: st.shared::cluster, .v4
 __device__ __forceinline__ void cluster_store_floats(u32 shared, int rank, const float (&x)[4]) {

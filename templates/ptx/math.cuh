@@ -51,6 +51,21 @@ __device__ __forceinline__ float2 unpack2<bf16>(u32 pair) {
   return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
 }
 
+// a * b of two pairs of 16 bits.
+template <typename T>
+__device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b);
+template <>
+__device__ __forceinline__ u32 multiply_pairs<fp16>(u32 a, u32 b) {
+  const __half2 y = __hmul2(reinterpret_cast<__half2&>(a), reinterpret_cast<__half2&>(b));
+  return reinterpret_cast<const u32&>(y);
+}
+template <>
+__device__ __forceinline__ u32 multiply_pairs<bf16>(u32 a, u32 b) {
+  const __nv_bfloat162 y =
+      __hmul2(reinterpret_cast<__nv_bfloat162&>(a), reinterpret_cast<__nv_bfloat162&>(b));
+  return reinterpret_cast<const u32&>(y);
+}
+
 // a - b of two pairs of 16 bits.
 template <typename T>
 __device__ __forceinline__ u32 subtract_pairs(u32 a, u32 b);

@@ -50,3 +50,33 @@ __device__ __forceinline__ T scale_of(u32 most) {
   if (most >= INFINITE_BITS) scale = __uint_as_float(0x7fffffff);
   return static_cast<T>(scale);
 }
+
+// x / by rounded once (`Divisor` of kv/storage.cuh), of quotients that are no greater than a code: by a
+// scale of their own, so that nothing is to be cut off.
+struct Quotient {
+  float by, inverse;
+  __device__ __forceinline__ explicit Quotient(float divisor)
+      : by(divisor), inverse(1.f / divisor) {}
+  __device__ __forceinline__ float operator()(float x) const {
+    const float quotient = x * inverse;
+    return fmaf(-fmaf(quotient, by, -x), inverse, quotient);
+  }
+};
+
+// Eight codes of such quotients. NaN becomes some code: its scale is NaN.
+template <typename Codes>
+__device__ __forceinline__ uint2 encode_quotients(const Eight& numbers, const Quotient& scaled) {
+  Eight x = numbers;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = scaled(x[i]);
+  if constexpr (Codes::GREATEST == Int8Codes::GREATEST) {
+    u32 word[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) word[i] = __float_as_uint(x[i] + ROUNDER);
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) word[i] = __byte_perm(word[i], word[i + 1], 0x0040);
+    return make_uint2(__byte_perm(word[0], word[2], 0x5410), __byte_perm(word[4], word[6], 0x5410));
+  } else {
+    return Codes::encode_scaled(x);
+  }
+}

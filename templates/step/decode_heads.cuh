@@ -1,10 +1,10 @@
-// One new token's attention to the keys before it and to itself, of the query heads of one key head,
-// in a launch of many steps (step/whole.cu). Its q, k and v come from all blocks (step/exchange.cuh), as
+// One new token's attention to the keys before it and to itself, of OWN of the GROUP query heads of one
+// key head, in a launch of many steps (step/whole.cu). Its q, k and v come from all blocks (step/exchange.cuh), as
 // sums of a product, fp32:
 //
 //   q and k are turned by the token's position; k and v go to the token's slot in the paged cache, and
 //   like q are rounded to T first
-//   keys are shared out: over SPLITS work items of a sequence and a head, and in one over the block's
+//   keys are shared out: over SPLITS work items of a sequence and OWN heads, and in one over the block's
 //   warps and a warp's groups of lanes, each with a maximum and a sum of its own (online softmax)
 //   last, warps' sums are merged, and each work item of a head merges a part of the columns of all of
 //   them, in their order: the same bits every time
@@ -21,7 +21,7 @@ template <typename T>
 struct DecodeLayer {
   const u64* qkv;  // words [m, heads_q + 2 heads_kv, D]
   u32* attended;   // words [m, heads_q, D]
-  u64* partials;   // words [work items][GROUP][D + 2]
+  u64* partials;   // words [work items][OWN][D + 2]
   u32 tag;         // of all these
   T *k_pages, *v_pages;
 };
@@ -37,7 +37,7 @@ struct DecodeState {
 
 // The work item of a block, the same in all layers: made once, in shared memory.
 struct DecodeItem {
-  int number, sequence, head, split;
+  int number, team, sequence, head, part, split;  // part: of a key head's query heads
   int position;  // in the cache of the new token
   int keys;      // of the sequence, the new one included where there is room for it
   int each;      // keys of an item where all are seen
@@ -46,12 +46,14 @@ struct DecodeItem {
   i64 place;  // of the new token's k and v, elements of a layer
   const int* pages;
 
-  // columns: of all query heads of a key head.
-  static __device__ __forceinline__ DecodeItem make(const DecodeState& state, int number,
+  // parts: of a key head's query heads; columns: of those of one part.
+  static __device__ __forceinline__ DecodeItem make(const DecodeState& state, int number, int parts,
                                                     int columns) {
     DecodeItem made = {number};
-    made.split = number % state.splits, made.head = number / state.splits % state.heads_kv;
-    made.sequence = number / state.splits / state.heads_kv;
+    const int team = number / state.splits, head = team / parts;
+    made.team = team;
+    made.split = number % state.splits, made.part = team % parts;
+    made.head = head % state.heads_kv, made.sequence = head / state.heads_kv;
     const int row = state.rows[made.sequence];
     const bool known = row >= 0 && row < state.max_sequences;
     made.pages = state.page_table + wide(known ? row : 0, state.max_pages);
@@ -86,20 +88,23 @@ struct DecodeSpan {
   __device__ __forceinline__ int cached() const { return last - fresh; }
 };
 
-template <typename T, int D, int GROUP, int WARPS, bool ROPE>
+template <typename T, int D, int GROUP, int OWN, int WARPS, bool ROPE>
 struct DecodeHeads {
   static constexpr int SIZE = Vector<T>::SIZE, LANES = D / SIZE, KEYS = WARP_SIZE / LANES;
   static constexpr int THREADS = 32 * WARPS, WIDE = D + 2;
-  static_assert(D % SIZE == 0 && WARP_SIZE % LANES == 0, "groups of lanes");
+  static_assert(D % SIZE == 0 && WARP_SIZE % LANES == 0 && GROUP % OWN == 0, "groups of lanes");
+  static constexpr int PARTS = GROUP / OWN;
+  static constexpr int DEPTH = OWN == 1 ? 5 : 2;  // keys of a group of lanes that are under way
   struct alignas(16) Shared {
-    float q[GROUP][D];
+    float q[OWN][D];
     T fresh[2][D];                   // the new token's key and value
-    float sums[WARPS][GROUP][WIDE];  // sums of values; maximum; sum
+    float sums[WARPS][OWN][WIDE];  // sums of values; maximum; sum
   };
   static constexpr int STEP = WARPS * KEYS;  // keys that the block has at a time
   // Of one key: a lane's columns, zeros of none.
   struct Key {
     Vector<T> k = {}, v = {};
+    Key() = default;
     __device__ __forceinline__ Key(const DecodeState& state, const DecodeLayer<T>& layer,
                                    const DecodeSpan& span, int key) {
       const bool there = key < span.cached();
@@ -110,7 +115,7 @@ struct DecodeHeads {
   };
   // Of a group of lanes; a lane has SIZE of the D columns.
   struct Sums {
-    float top[GROUP], total[GROUP], value[GROUP][SIZE];
+    float top[OWN], total[OWN], value[OWN][SIZE];
   };
 
   // Keys and values come to L2.
@@ -127,7 +132,7 @@ struct DecodeHeads {
     }
   }
 
-  // The first two keys of each group of lanes are on their way while q is waited for.
+  // The first keys of each group of lanes are on their way while q is waited for.
   template <typename Meet>
   static __device__ __forceinline__ void attend(Shared& shared, const DecodeState& state,
                                                 const DecodeLayer<T>& layer, const DecodeSpan& span,
@@ -135,13 +140,15 @@ struct DecodeHeads {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int cached = span.cached();
     int key = span.first + warp * KEYS + lane / LANES;
-    Key now(state, layer, span, key), next(state, layer, span, key + STEP);
+    Key keys[DEPTH];
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i) keys[i] = Key(state, layer, span, key + i * STEP);
     turn(shared, state, layer, span, angles);
     meet();
-    float q[GROUP][SIZE];
+    float q[OWN][SIZE];
     Sums sums = {};
 #pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
+    for (int g = 0; g < OWN; ++g) {
       sums.top[g] = NEG_INFINITY;
 #pragma unroll
       for (int j = 0; j < SIZE; ++j) q[g][j] = shared.q[g][lane % LANES * SIZE + j];
@@ -150,15 +157,17 @@ struct DecodeHeads {
     for (int first = span.first; first < span.last; first += STEP, key += STEP) {
       if (key == cached && span.fresh) {
         const T* const own = shared.fresh[0] + lane % LANES * SIZE;
-        now.k = load_vector(own), now.v = load_vector(own + D);
+        keys[0].k = load_vector(own), keys[0].v = load_vector(own + D);
       }
-      add(sums, q, now.k, now.v, key < span.last);
-      now = next, next = Key(state, layer, span, key + 2 * STEP);
+      add(sums, q, keys[0].k, keys[0].v, key < span.last);
+#pragma unroll
+      for (int i = 0; i < DEPTH - 1; ++i) keys[i] = keys[i + 1];
+      keys[DEPTH - 1] = Key(state, layer, span, key + DEPTH * STEP);
     }
     merge_lanes(sums);
     if (lane < LANES) {
 #pragma unroll
-      for (int g = 0; g < GROUP; ++g) {
+      for (int g = 0; g < OWN; ++g) {
 #pragma unroll
         for (int j = 0; j < SIZE; ++j) shared.sums[warp][g][lane * SIZE + j] = sums.value[g][j];
         if (lane == 0) shared.sums[warp][g][D] = sums.top[g];
@@ -188,10 +197,10 @@ struct DecodeHeads {
     const u64* const source =
         layer.qkv + wide(span.item.sequence, (heads_q + 2 * state.heads_kv) * D);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (GROUP + 2) * HALF; i += THREADS) {
+    for (int i = threadIdx.x; i < (OWN + 2) * HALF; i += THREADS) {
       const int head = i / HALF, pair = i % HALF;
-      const int from = head < GROUP    ? own_head * GROUP + head
-                       : head == GROUP ? heads_q + own_head
+      const int from = head < OWN    ? own_head * GROUP + span.item.part * OWN + head
+                       : head == OWN ? heads_q + own_head
                                        : heads_q + state.heads_kv + own_head;
       const u64* const low_word = source + from * D + pair;
       const float cosine = ROPE ? angles[pair] : 1.f, sine = ROPE ? angles[pair + HALF] : 0.f;
@@ -200,27 +209,27 @@ struct DecodeHeads {
           words, layer.tag, [&](int i) { return load_word(low_word + i * HALF); },
           [](int) { return true; });
       float a = number(words[0]), b = number(words[1]);
-      if (ROPE && head <= GROUP) {
+      if (ROPE && head <= OWN) {
         const float turned = a * cosine - b * sine;
         b = b * cosine + a * sine, a = turned;
       }
       const T low = static_cast<T>(a), high = static_cast<T>(b);
-      if (head < GROUP) {
+      if (head < OWN) {
         shared.q[head][pair] = static_cast<float>(low) * state.scale * LOG2E;
         shared.q[head][pair + HALF] = static_cast<float>(high) * state.scale * LOG2E;
       } else {
-        T* const own = shared.fresh[head - GROUP];
+        T* const own = shared.fresh[head - OWN];
         own[pair] = low, own[pair + HALF] = high;
-        T* const target = (head == GROUP ? layer.k_pages : layer.v_pages) + span.item.place;
-        if (span.fresh) target[pair] = low, target[pair + HALF] = high;
+        T* const target = (head == OWN ? layer.k_pages : layer.v_pages) + span.item.place;
+        if (span.fresh && span.item.part == 0) target[pair] = low, target[pair + HALF] = high;
       }
     }
   }
 
-  static __device__ __forceinline__ void add(Sums& sums, const float (&q)[GROUP][SIZE],
+  static __device__ __forceinline__ void add(Sums& sums, const float (&q)[OWN][SIZE],
                                              const Vector<T>& k, const Vector<T>& v, bool there) {
 #pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
+    for (int g = 0; g < OWN; ++g) {
       float score = 0.f;
 #pragma unroll
       for (int j = 0; j < SIZE; ++j) score += q[g][j] * k.get(j);
@@ -241,7 +250,7 @@ struct DecodeHeads {
 
   static __device__ __forceinline__ void merge_lanes(Sums& sums) {
 #pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
+    for (int g = 0; g < OWN; ++g) {
       float top = sums.top[g];
 #pragma unroll
       for (int distance = LANES; distance < WARP_SIZE; distance *= 2)
@@ -272,7 +281,7 @@ struct DecodeHeads {
       total = total * mine + other.total * theirs;
     }
     __device__ __forceinline__ T result() const {
-      return static_cast<T>(total == 0.f ? 0.f : value / total);
+      return static_cast<T>(total == 0.f ? 0.f : value * inverse_fast(total));
     }
   };
 
@@ -297,8 +306,8 @@ struct DecodeHeads {
   static __device__ __forceinline__ void finish(const Shared& shared, const DecodeState& state,
                                                 const DecodeLayer<T>& layer,
                                                 const DecodeItem& item) {
-    constexpr int COLUMNS = GROUP * D, STEP = GROUP * WIDE;
-    const int team = item.sequence * state.heads_kv + item.head, splits = state.splits;
+    constexpr int COLUMNS = OWN * D, STEP = OWN * WIDE;
+    const int splits = state.splits, team = item.team;
     u32* const target = layer.attended + wide(team, COLUMNS);
     u64* const own = layer.partials + wide(item.number, STEP);
     for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
@@ -322,7 +331,7 @@ struct DecodeHeads {
   // lanes have a column, each every so-many-th item's, and add up in pairs.
   static __device__ __forceinline__ void merge_items(const u64* from, int splits,
                                                      const DecodeItem& item, u32 tag, u32* target) {
-    constexpr int STEP = GROUP * WIDE;
+    constexpr int STEP = OWN * WIDE;
     const int lanes = 1 << item.lanes_log2, own = threadIdx.x & (lanes - 1), end = item.end_column;
     const int thread = threadIdx.x >> item.lanes_log2, each = THREADS >> item.lanes_log2;
     for (int first = item.begin_column; first < end; first += each) {

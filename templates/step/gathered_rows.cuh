@@ -1,50 +1,82 @@
 // Rows that all blocks have parts of (step/exchange.cuh), gathered by a block into its shared memory
-// and there normalised, for a product to read (SharedRow in step/normed_rows.cuh).
+// and there normalised, for a product to read (step/tile_sums.cuh).
 //
 //   LayerNorm (CENTERED)   (x - mean) * rstd * weight + bias     rstd = 1 / sqrt(variance + eps)
 //   RMSNorm                 x * rstd * weight                    rstd = 1 / sqrt(mean of x^2 + eps)
 //
 // A team of warps has a row: all WARPS one row, half of them each of two rows, and so on. Statistics
 // are fp32; the variance is put together by Chan's formula of what each warp found of its numbers, the
-// distances from their own mean, so that threads meet once. Results are rounded to T once. A thread has
-// the same numbers of a row from the beginning to the end, the first HELD accesses in registers.
+// distances from their own mean, so that threads meet once. Results are rounded to T once.
+//
+// Of RMSNorm in bf16 a row is x * weight alone (LATE): a product's sums are multiplied with rstd in the
+// end, so that nobody waits for statistics. fp16 has no room for numbers that are not normalised.
+//
+// Of 32 columns lane t of a product (B of ptx/mma.cuh) wants pairs 2t, 2t + 8, 2t + 16 and 2t + 24. PAIRED:
+// they stand side by side, so that those lanes alone which have a row load them, 16 bytes each:
+//
+//   columns   0,1  8,9  16,17  24,25 | 2,3  10,11  18,19  26,27 | 4,5 ...
+//   lane t              0            |             1            |
+//
+// The code is short rather than unrolled: all blocks go through it twice a layer, each time from memory.
 #pragma once
 #include "ptx/cp_async.cuh"
+#include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/mma.cuh"
 #include "step/exchange.cuh"
-#include "step/normed_rows.cuh"
+#include "tile/reduce.cuh"
+#include "tile/vector.cuh"
 
-template <typename T, int WARPS, bool CENTERED, typename Meet>
+constexpr int GATHERED_GAP = 8;  // elements between rows: 16 bytes of eight rows meet all banks
+
+template <typename T, int WARPS, bool CENTERED, int MOST, int MOST_AHEAD, bool PAIRED,
+          typename Meet>
 struct GatheredRows {
   static constexpr int THREADS = 32 * WARPS, SIZE = 4;  // numbers of an access
-  static constexpr int AHEAD = 4, HELD = 4;             // accesses under way
-  static constexpr int FULL_LOG2 = 10;                  // of the numbers of all threads
+  // Accesses of a thread under way: of rows to normalise, (MOST_AHEAD) of longer ones that are taken as
+  // they are, and those held in registers.
+  static constexpr int AHEAD = MOST < 2 ? 2 : 4, HELD = 2;
+  static constexpr int FULL_LOG2 = 10;  // of the numbers of all threads
+  static constexpr bool LATE = !CENTERED && SAME_TYPE<T, bf16>;
   static_assert(THREADS * SIZE == 1 << FULL_LOG2, "eight warps");
-  const u32 rows, factors;  // shared memory: [m][k + ROW_GAP]; of a norm weight [k], bias [k]
-  const int m;
-  int row, warps, first;  // of a thread's team; its first number
-  int step, step_log2;    // from there to the next ones
+  struct Shared {
+    float4 of_warps[WARPS];  // sum, mean, squares, numbers
+    float squares[WARPS];    // LATE
+  };
+  Shared& shared;
+  const u32 rows, factors;  // shared memory: [m][k + GATHERED_GAP]; of a norm weight [k], bias [k]
+  const int m, warps_log2;
+  int row, first;  // of a thread's team; its first number
+  int step;        // from there to the next ones
 
-  __device__ __forceinline__ GatheredRows(u32 rows, u32 factors, int m)
-      : rows(rows), factors(factors), m(m) {
-    static_assert(WARPS >= 8, "a warp for each of eight rows");
-    const int log2 = m > 4 ? 3 : m > 2 ? 2 : m > 1 ? 1 : 0;
-    warps = WARPS >> log2;
-    row = threadIdx.x / WARP_SIZE / warps;
-    first = (threadIdx.x - row * warps * WARP_SIZE) * SIZE;
-    step_log2 = FULL_LOG2 - log2, step = 1 << step_log2;
+  __device__ __forceinline__ GatheredRows(Shared& shared, u32 rows, u32 factors, int m)
+      : shared(shared),
+        rows(rows),
+        factors(factors),
+        m(m),
+        warps_log2(m > 4 ? 0 : m > 2 ? 1 : m > 1 ? 2 : 3) {
+    static_assert(WARPS == 8, "a warp for each of eight rows");
+    row = threadIdx.x / WARP_SIZE >> warps_log2;
+    first = (threadIdx.x - (row << warps_log2) * WARP_SIZE) * SIZE;
+    step = WARP_SIZE * SIZE << warps_log2;
   }
 
   // Rows of words [m, k] as they are. Nobody may read them before all have met.
   __device__ __forceinline__ void gather(const u32* words, int k, u32 tag) const {
     if (row >= m) return;
-    for (int at = first; at < k; at += step * AHEAD)
-      take<AHEAD>(words, k, tag, at, [&](int, uint2 x, int i) { write(x, i, k); });
+    const auto keep = [&](int, uint2 x, int i) { write(x, i, k); };
+    if (k <= step * AHEAD)
+      take<AHEAD>(words, k, tag, first, keep);
+    else
+#pragma unroll 1
+      for (int at = first; at < k; at += step * MOST_AHEAD)
+        take<MOST_AHEAD>(words, k, tag, at, keep);
   }
 
   // A norm's weights, which nobody writes: on their way while the rows are waited for.
   __device__ __forceinline__ void load_factors(const T* weight, const T* bias, int k) const {
     constexpr int CHUNK = 16 / sizeof(T);
+    if (LATE) return;
     for (int i = threadIdx.x * CHUNK; i < k; i += THREADS * CHUNK) {
       cp_async_16(factors + i * sizeof(T), weight + i);
       if (CENTERED) cp_async_16(factors + (k + i) * sizeof(T), bias + i);
@@ -52,12 +84,53 @@ struct GatheredRows {
     cp_async_commit();
   }
 
-  // The same normalised, with the factors that were loaded.
-  __device__ __forceinline__ void normalise(const u32* words, int k, u32 tag, float eps) const {
-    __shared__ float4 of_warps[WARPS];  // sum, mean, squares, numbers
+  // The same normalised, with the factors that were loaded; LATE: times `weight`.
+  __device__ __forceinline__ void normalise(const T* weight, const u32* words, int k, u32 tag,
+                                            float scale, float eps) const {
+    if constexpr (LATE)
+      multiply(weight, words, k, tag);
+    else
+      normalise_now(words, k, tag, scale, eps);
+  }
+
+  // LATE: what sums of products with row `row` are to be multiplied with, when all have met.
+  // scale: 1 / k.
+  __device__ __forceinline__ float late(int row, float scale, float eps) const {
+    float squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i)
+      if (i < 1 << warps_log2) squares += shared.squares[(row << warps_log2) + i];
+    return rsqrtf(squares * scale + eps);
+  }
+
+ private:
+  __device__ __forceinline__ void multiply(const T* weight, const u32* words, int k,
+                                           u32 tag) const {
+    float squares = 0.f;
+    if (row < m) {
+#pragma unroll 1
+      for (int at = first; at < k; at += step * AHEAD) {
+        uint2 by[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i)
+          if (at + i * step < k)
+            by[i] = __ldg(reinterpret_cast<const uint2*>(weight + at + i * step));
+        take<AHEAD>(words, k, tag, at, [&](int n, uint2 x, int i) {
+          const float2 low = unpack2<T>(x.x), high = unpack2<T>(x.y);
+          squares += low.x * low.x + low.y * low.y + (high.x * high.x + high.y * high.y);
+          write({multiply_pairs<T>(x.x, by[n].x), multiply_pairs<T>(x.y, by[n].y)}, i, k);
+        });
+      }
+    }
+    squares = lanes_sum<WARP_SIZE>(squares);
+    if (threadIdx.x % WARP_SIZE == 0) shared.squares[threadIdx.x / WARP_SIZE] = squares;
+  }
+
+  __device__ __forceinline__ void normalise_now(const u32* words, int k, u32 tag, float scale,
+                                                float eps) const {
     uint2 held[HELD] = {};
     float sum = 0.f, squares = 0.f;
-    const float count = numbers_of_warp(k), inverse = 1.f / fmaxf(count, 1.f), scale = 1.f / k;
+    const float count = numbers_of_warp(k), inverse = inverse_fast(fmaxf(count, 1.f));
     const auto see = [&](uint2 x) {
 #pragma unroll
       for (int j = 0; j < SIZE; ++j) {
@@ -67,8 +140,9 @@ struct GatheredRows {
     };
     if (row < m) {
       take<HELD>(words, k, tag, first, [&](int n, uint2 x, int) { held[n] = x, see(x); });
-      for (int at = first + step * HELD; at < k; at += step * HELD)
-        take<HELD>(words, k, tag, at, [&](int, uint2 x, int i) { write(x, i, k), see(x); });
+#pragma unroll 1
+      for (int at = first + step * HELD; at < k; at += step * AHEAD)
+        take<AHEAD>(words, k, tag, at, [&](int, uint2 x, int i) { write(x, i, k), see(x); });
     }
     const int warp = threadIdx.x / WARP_SIZE;
     float own_mean = 0.f;
@@ -80,10 +154,10 @@ struct GatheredRows {
       });
     }
     squares = lanes_sum<WARP_SIZE>(squares);
-    if (threadIdx.x % WARP_SIZE == 0) of_warps[warp] = {sum, own_mean, squares, count};
+    if (threadIdx.x % WARP_SIZE == 0) shared.of_warps[warp] = {sum, own_mean, squares, count};
     cp_async_wait<0>();  // the factors, which others see when all have met
     Meet()();
-    const float2 found = of_team(of_warps + row * warps, scale);
+    const float2 found = of_team(shared.of_warps + (row << warps_log2), scale);
     const float mean = found.x, rstd = rsqrtf(found.y + eps);
     each(held, k, [&](uint2 x, int i) {
       const uint2 weight = load(factors + i * sizeof(T));
@@ -96,7 +170,6 @@ struct GatheredRows {
     });
   }
 
- private:
   static __device__ __forceinline__ float get(uint2 x, int j) {
     return static_cast<float>(reinterpret_cast<const T*>(&x)[j]);
   }
@@ -104,12 +177,27 @@ struct GatheredRows {
     const float2 x = load_shared_pair(address);
     return make_uint2(__float_as_uint(x.x), __float_as_uint(x.y));
   }
-  // Of the thread's row, four numbers from column i on.
+  // Of the thread's row, four numbers from column i on: as they are, or the pairs that a lane of a
+  // product wants of 32 columns side by side.
   __device__ __forceinline__ u32 own(int i, int k) const {
-    return rows + (row * (k + ROW_GAP) + i) * sizeof(T);
+    const int at = PAIRED ? i / 32 * 32 + i % 8 * 4 + i % 32 / 16 * 4 + i % 16 / 8 * 2 : i;
+    return rows + (row * (k + GATHERED_GAP) + at) * sizeof(T);
   }
   __device__ __forceinline__ void write(uint2 x, int i, int k) const {
-    store_shared_pair(own(i, k), x.x, x.y);
+    const u32 first = own(i, k);
+    if constexpr (PAIRED) {
+      store_shared_word(first, x.x);
+      store_shared_word(first + 16, x.y);
+    } else {
+      store_shared_pair(first, x.x, x.y);
+    }
+  }
+  __device__ __forceinline__ uint2 read(int i, int k) const {
+    const u32 first = own(i, k);
+    if constexpr (PAIRED)
+      return make_uint2(load_shared_word(first), load_shared_word(first + 16));
+    else
+      return load(first);
   }
 
   // COUNT accesses from column `at` on, all under way before the first is waited for:
@@ -133,14 +221,16 @@ struct GatheredRows {
 #pragma unroll
     for (int i = 0; i < HELD; ++i)
       if (first + i * step < k) act(held[i], first + i * step);
-    for (int i = first + HELD * step; i < k; i += step) act(load(own(i, k)), i);
+#pragma unroll 1
+    for (int i = first + HELD * step; i < k; i += step) act(read(i, k), i);
   }
 
   // That this warp has of a row of k.
   __device__ __forceinline__ float numbers_of_warp(int k) const {
     constexpr int ACCESS = WARP_SIZE * SIZE;
     const int rest = (k & (step - 1)) - (first - static_cast<int>(threadIdx.x) % WARP_SIZE * SIZE);
-    return static_cast<float>((k >> step_log2) * ACCESS + min(max(rest, 0), ACCESS));
+    const int whole = k >> (FULL_LOG2 - 3 + warps_log2);
+    return static_cast<float>(whole * ACCESS + min(max(rest, 0), ACCESS));
   }
 
   // Mean and variance of a row of what its warps found (RMSNorm: 0, and the mean of squares): the same
@@ -150,7 +240,7 @@ struct GatheredRows {
     float mean = 0.f, squares = 0.f;
 #pragma unroll
     for (int i = 0; i < WARPS; ++i) {
-      found[i] = i < warps ? of_warps[i] : float4{0.f, 0.f, 0.f, 0.f};
+      found[i] = i < 1 << warps_log2 ? of_warps[i] : float4{0.f, 0.f, 0.f, 0.f};
       mean += found[i].x;
     }
     mean = CENTERED ? mean * scale : 0.f;

@@ -7,7 +7,8 @@
 enum : int { QKV, OUT, UP, DOWN, HEAD };
 
 // Of a layer: elements behind `weights`, NONE: there is no such array. Window: keys that a token sees;
-// 0: all.
+// 0: all. Scales: of a product whose weight is codes of int4, a scale for 128 of them; rows of scales
+// are as many as fill 16 bytes.
 struct LayerWeights {
   static constexpr i64 NONE = -1ll << 62;
   struct Affine {
@@ -15,6 +16,7 @@ struct LayerWeights {
   };
   Affine norm, qkv, out, mlp_norm, up, down;
   i64 window;
+  i64 scales[4];  // of qkv, out, up, down
 
   __device__ __forceinline__ const Affine& product(int kind) const {
     return kind == QKV ? qkv : kind == OUT ? out : kind == UP ? up : down;
@@ -26,6 +28,7 @@ struct LayerWeights {
 template <typename T>
 struct Product {
   const T *weight, *bias, *norm, *norm_bias;  // null: there is none
+  const T* scales;                            // null: the weight is numbers
   int begin, outputs;                         // of this block
   u32 inverse;                                // see Quotient
   int window;
@@ -57,6 +60,7 @@ __device__ __forceinline__ Product<T> product_of(const T* weights, const LayerWe
           array_at(weights, own.bias),
           normed ? array_at(weights, norm.weight) : nullptr,
           normed ? array_at(weights, norm.bias) : nullptr,
+          array_at(weights, layer.scales[kind]),
           0,
           0,
           0,

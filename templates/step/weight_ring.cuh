@@ -8,33 +8,48 @@
 // A product [n, k] has its outputs shared out over the blocks, and a block takes its own by tiles of
 // 16 rows of the weight (halves: 8 of the gate and the same 8 of up), COLUMNS at a time:
 //
-//   stage   [16 rows][COLUMNS + a gap of 64 bytes]: rows 0 to 7 at eight lanes' 16 bytes meet all banks
+//   stage   [16 rows][COLUMNS + a gap of 16 bytes]: 16 bytes of eight rows meet all banks (ldmatrix)
 //   order   tile 0: columns 0 ... COLUMNS - 1, then the next ones up to k; tile 1; ...; next product
+//
+// Of a weight of int4 codes a stage has four times as many columns, behind each row its scales, one of
+// 128 codes; eight warps multiply it (step/coded_part.cuh).
 //
 // Rows that a tile has not are not copied; the last one stands for them, and sums go nowhere. A row's
 // piece is one bulk copy, and a warp starts one after the other, so FETCHERS warps share the rows. No more than FLIGHT stages
 // are asked for and not there yet: what is asked for beyond what memory needs to be busy stands in
 // its queues, and what the others read and write waits behind it.
 #pragma once
-#include "gemm/gemv_mma.cuh"
 #include "ptx/bulk.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "step/coded_part.cuh"
 #include "step/layers.cuh"
-#include "step/normed_rows.cuh"
 #include "tile/ring.cuh"
 
-template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, int FETCHERS>
+template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, int FETCHERS, bool CODES>
 struct WeightRing {
-  static constexpr int ROWS = 16, SPAN = 32, SIZE = STAGES, COLUMNS_OF_STAGE = COLUMNS;
-  static constexpr int PITCH = COLUMNS * sizeof(T) + 64, STAGE = ROWS * PITCH;  // bytes
+  static constexpr int ROWS = 16, SPAN = 32, SIZE = STAGES;
+  static constexpr int PART = COLUMNS / 2;                // columns that a warp multiplies at once
+  static constexpr int BYTES = COLUMNS * sizeof(T);       // of a row in a stage
+  static constexpr int PITCH = BYTES + 16;                // of numbers
+  static constexpr int CODED = 4 * COLUMNS;               // columns of a stage of codes
+  static constexpr int SCALES = CODED / 128 * sizeof(T);  // bytes of a row's scales there
+  static constexpr int CODED_PITCH = BYTES + 64;
+  static constexpr int STAGE = ROWS * (CODES ? CODED_PITCH : PITCH);
+  static constexpr int SHARES = CODES ? 8 : 2;  // in which a stage is released
+  static constexpr bool PAIRED = !CODES;        // columns of x: see step/gathered_rows.cuh
   static constexpr int AHEAD = 14;  // stages that may come to L2 before they have room in the ring
   static constexpr int PAUSES = 2, PAUSE = 256;  // between two of these; nanoseconds
-  using Chunk = uint4;
-  static_assert(COLUMNS % (2 * SPAN) == 0, "rows 64 bytes apart, modulo all banks");
-  static_assert(FLIGHT <= STAGES && ROWS % FETCHERS == 0, "stages under way; equal shares of rows");
+  static constexpr int NEAR = FLIGHT + 2 < STAGES ? FLIGHT + 2 : FLIGHT;  // under way, of those
+  static_assert(PART % SPAN == 0, "whole spans; eight rows meet all banks");
+  static_assert(!CODES || (PART % 128 == 0 && SCALES % 16 == 0 && SCALES < 64), "whole groups");
+  static_assert(NEAR < STAGES && ROWS % FETCHERS == 0, "stages under way; equal shares of rows");
   const u32 stages;                  // shared memory
   const u32 full, empty;             // mbarriers, 8 bytes each
   RingPlace<STAGES> place, landing;  // the next stage; the first one that may be under way
-  int asked = 0;
+  int under_way = 0;
+  // Stages that were asked to come to L2, from the next one of the ring on, and the one behind them.
+  int lead = 0, next_product = 0, next_stage = 0;
 
   __device__ __forceinline__ WeightRing(u32 stages, u32 barriers)
       : stages(stages), full(barriers), empty(barriers + 8 * STAGES) {}
@@ -42,99 +57,181 @@ struct WeightRing {
   __device__ __forceinline__ void make_barriers() const {  // by one thread
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(full + 8 * i, FETCHERS);
-      mbarrier_init(empty + 8 * i, 2);
+      mbarrier_init(empty + 8 * i, SHARES);
     }
     mbarrier_init_fence();
   }
 
-  // Rows begin to end - 1 of a weight [n, k], or with `halves` of both parts of one of [2 n, k].
-  // inverse: of the stages of a tile. By the warps that fetch.
-  __device__ __forceinline__ void fetch(const T* weight, int begin, int end, int n, int k,
-                                        bool halves, u32 inverse) {
-    const int lane = threadIdx.x % WARP_SIZE, log2 = halves ? 3 : 4;
-    const int parts = ceil_div(k, COLUMNS), all = ((end - begin + (1 << log2) - 1) >> log2) * parts;
-    int ahead = 0;  // stages that were asked to come to L2
+  // Of a product: log2 of the parts in a stage, and its columns.
+  static __device__ __forceinline__ int parts_log2(bool coded) { return CODES && coded ? 3 : 1; }
+  static __device__ __forceinline__ int columns_of(bool coded) {
+    return CODES && coded ? CODED : COLUMNS;
+  }
+
+  // A block's rows of a weight [n, k], or with `halves` of both parts of one of [2 n, k].
+  struct Source {
+    const Product<T>* product;
+    int n, k, log2, parts, all;  // log2 of a tile's outputs; stages of a tile, of all
+    bool coded;
+
+    __device__ __forceinline__ Source(const Product<T>& product, int n, int k, bool halves)
+        : product(&product),
+          n(n),
+          k(k),
+          log2(halves ? 3 : 4),
+          coded(CODES && product.scales != nullptr) {
+      parts = ceil_div(k, columns_of(coded));
+      all = ((product.outputs + (1 << log2) - 1) >> log2) * parts;
+    }
+  };
+
+  // The p-th of so many products, all of which are fetched one after the other. source_of(p): its
+  // Source. By the warps that fetch.
+  template <typename SourceOf>
+  __device__ __forceinline__ void fetch(int p, int products, const SourceOf& source_of) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    const Source source = source_of(p);
 #pragma unroll 1
-    for (int i = 0; i < all; ++i) {
-      const Piece piece(weight, begin, end, n, k, log2, i, inverse, parts);
-      ahead = max(ahead, i);
-      const auto ask = [&](int stage) {
-        const Piece next(weight, begin, end, n, k, log2, stage, inverse, parts);
-        if (next.has) bulk_prefetch(next.source, next.bytes);
-      };
-      wait_for_place(empty + 8 * place.stage, place.parity ^ 1, ahead, min(i + AHEAD, all), ask);
-      if (FLIGHT < STAGES && asked++ >= FLIGHT) {
+    for (int i = 0; i < source.all; ++i) {
+      const Piece piece(source, i);
+      if (lead == 0) next_product = p, next_stage = i;
+      wait_for_place(empty + 8 * place.stage, place.parity ^ 1, [&] {
+        if (next_product == products) return false;
+        const Source next = source_of(next_product);
+        Piece(next, next_stage).prefetch();
+        ++lead;
+        if (++next_stage == next.all) next_stage = 0, ++next_product;
+        return lead < AHEAD;
+      });
+      const int most = lead > 0 ? NEAR : FLIGHT;
+      lead = max(lead - 1, 0);
+#pragma unroll 1
+      for (; under_way >= most; --under_way) {
         mbarrier_wait(full + 8 * landing.stage, landing.parity);
         landing.advance();
       }
+      ++under_way;
       const u32 barrier = full + 8 * place.stage;
       const int rows = __popc(__ballot_sync(FULL_MASK, piece.has));
-      if (lane == 0) mbarrier_expect(barrier, piece.bytes * rows);
+      if (lane == 0) mbarrier_expect(barrier, (piece.bytes + piece.scale_bytes) * rows);
       __syncwarp();
-      const u32 target = stages + place.stage * STAGE + piece.own * PITCH;
+      const u32 target =
+          stages + place.stage * STAGE + piece.own * (source.coded ? CODED_PITCH : PITCH);
       if (piece.has) bulk_load(target, piece.source, piece.bytes, barrier);
+      if (source.coded && piece.has)
+        bulk_load(target + BYTES, piece.scales, piece.scale_bytes, barrier);
       place.advance();
     }
   }
 
-  // By one thread, for a warp that is done with the stage.
-  __device__ __forceinline__ void release(int stage) const { mbarrier_arrive(empty + 8 * stage); }
+  // By one thread, for a warp that is done with its part of the stage.
+  __device__ __forceinline__ void release(int stage, bool coded) const {
+    if (!CODES || coded)
+      mbarrier_arrive(empty + 8 * stage);
+    else
+      mbarrier_arrive_times(empty + 8 * stage, SHARES / 2);
+  }
 
-  // d += half of a stage's tile, from `stage` on, of so many outputs and columns, times up to eight rows
-  // of x. By one warp. x: the first column of the lane's row (lane / 4), null where there is no such row.
-  __device__ __forceinline__ static void multiply(float (&d)[4], const unsigned char* stage,
-                                                  const T* x, int outputs, int columns,
-                                                  bool halves) {
-    const int lane = threadIdx.x % WARP_SIZE, row = min(lane / 4, outputs - 1);
-    const int high = halves ? row + 8 : min(lane / 4 + 8, outputs - 1);
-    const Chunk* const low_row = reinterpret_cast<const Chunk*>(stage + row * PITCH) + lane % 4;
-    const Chunk* const high_row = reinterpret_cast<const Chunk*>(stage + high * PITCH) + lane % 4;
-    const Chunk* const x_row = reinterpret_cast<const Chunk*>(x) + lane % 4;
+  // d += part `place` of a stage, of so many outputs and columns, times up to eight rows of x. By one
+  // warp. x: where the columns begin in the lane's row, if it is `there`.
+  __device__ __forceinline__ void multiply(float (&d)[4], int stage, int place, int outputs,
+                                           bool halves, bool coded, u32 x, bool there,
+                                           int columns) const {
+    const int lane = threadIdx.x % WARP_SIZE, last = outputs - 1;
+    const u32 tile = stages + stage * STAGE;
+    const auto row = [&](int i) {  // rows that the tile has not are the last one's
+      return halves ? min(i % 8, last) + i / 8 * 8 : min(i, last);
+    };
+    if constexpr (CODES) {
+      if (coded) {
+        const u32 low = tile + row(lane / 4) * CODED_PITCH,
+                  high = tile + row(lane / 4 + 8) * CODED_PITCH;
+        const u32 codes = place * PART / 2 + lane % 4 * 16, scales = BYTES + place * PART / 64;
+        const CodedPart<T> part = {low + codes,   high + codes,          low + scales,
+                                   high + scales, x + lane % 4 * 64, lane % 4 >= 2};
+        part.multiply(d, columns);
+        return;
+      }
+    }
+    const u32 own = tile + row(lane % ROWS) * PITCH + lane / ROWS * 16;
+    const int part_of_x = PAIRED ? lane % 4 : lane / 8;
+    multiply_numbers(d, own + place * PART * sizeof(T), x + part_of_x * 16, there, columns);
+  }
+
+ private:
+  // weights, x: the lane's addresses, the former for ldmatrix. there: x has a row for the lane.
+  static __device__ __forceinline__ void multiply_numbers(float (&d)[4], u32 weights, u32 x,
+                                                          bool there, int columns) {
     float sums[3][4] = {};  // of four, none of which waits for another
     const auto span = [&](int i, float (&first)[4], float (&second)[4]) {
-      const uint4 low = low_row[i * 4], high = high_row[i * 4];
-      const uint4 own = x == nullptr ? make_uint4(0, 0, 0, 0) : x_row[i * 4];
-      mma_m16n8k16<T>(first, {low.x, high.x, low.y, high.y}, own.x, own.y);
-      mma_m16n8k16<T>(second, {low.z, high.z, low.w, high.w}, own.z, own.w);
+      u32 low[4], high[4], own[4];
+      ldmatrix_x4(low, weights + i * 2 * SPAN);
+      ldmatrix_x4(high, weights + i * 2 * SPAN + SPAN);
+      if constexpr (PAIRED) {
+        uint4 chunk = make_uint4(0, 0, 0, 0);
+        load_shared_chunk_if(chunk, x + i * 2 * SPAN, there);
+        own[0] = chunk.x, own[1] = chunk.y, own[2] = chunk.z, own[3] = chunk.w;
+      } else {
+        ldmatrix_x4(own, x + i * 2 * SPAN);
+      }
+      mma_m16n8k16<T>(first, low, own[0], own[1]);
+      mma_m16n8k16<T>(second, high, own[2], own[3]);
     };
-    const auto pair = [&](int i) { span(i, d, sums[0]), span(i + 1, sums[1], sums[2]); };
-    int i = 0;
-#pragma unroll 4
-    for (; i + 1 < columns / SPAN; i += 2) pair(i);
-    if (i < columns / SPAN) span(i, d, sums[0]);
+    if (columns == PART) {
+#pragma unroll
+      for (int i = 0; i < PART / SPAN; i += 2) {
+        span(i, d, sums[0]);
+        if (i + 1 < PART / SPAN) span(i + 1, sums[1], sums[2]);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < columns / SPAN; ++i) span(i, d, sums[0]);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) d[i] += sums[0][i] + (sums[1][i] + sums[2][i]);
   }
 
- private:
   // What this lane copies of a product's i-th stage.
   struct Piece {
     int own;  // row of a tile
     bool has;
-    int bytes;
-    const T* source;
-    __device__ __forceinline__ Piece(const T* weight, int begin, int end, int n, int k, int log2,
-                                     int i, u32 inverse, int parts) {
+    int bytes, scale_bytes = 0;
+    const void *source, *scales = nullptr;
+    __device__ __forceinline__ Piece(const Source& of, int i) {
+      const Product<T>& product = *of.product;
       const int lane = threadIdx.x % WARP_SIZE, fetcher = threadIdx.x / WARP_SIZE - WARPS;
-      const int tile = Quotient::of(i, inverse), at = (i - tile * parts) * COLUMNS;
+      const int tile = Quotient::of(i, product.inverse),
+                at = (i - tile * of.parts) * columns_of(of.coded);
       own = lane * FETCHERS + fetcher;
-      const int output = begin + (tile << log2) + (own & ((1 << log2) - 1));
-      has = own < ROWS && output < end, bytes = min(COLUMNS, k - at) * static_cast<int>(sizeof(T));
-      const int row = output + (own >> log2 ? n : 0);
-      source = weight + static_cast<i64>(has ? row : 0) * k + at;
+      const int output = (tile << of.log2) + (own & ((1 << of.log2) - 1));
+      has = own < ROWS && output < product.outputs;
+      const int columns = min(columns_of(of.coded), of.k - at);
+      const i64 row = has ? product.begin + output + (own >> of.log2 ? of.n : 0) : 0;
+      const i64 first = row * of.k + at;
+      bytes = of.coded ? columns / 2 : columns * static_cast<int>(sizeof(T));
+      source = product.weight + (of.coded ? first / 4 : first);  // a T is as large as four codes
+      if (!of.coded) return;
+      const int groups = ceil_div(of.k, 1024) * 8;  // of a row, with what fills it
+      scale_bytes = ceil_div(columns, 1024) * 16;
+      scales = product.scales + row * groups + at / 128;
+    }
+    __device__ __forceinline__ void prefetch() const {
+      if (!has) return;
+      bulk_prefetch(source, bytes);
+      if (scale_bytes > 0) bulk_prefetch(scales, scale_bytes);
     }
   };
 
   // While there is no room in the ring memory has nothing to do, since the others wait for one another's
-  // numbers: what comes behind is asked to come to L2, from stage `ahead` on, slowly, so that what the
-  // others read and write does not stand behind it.
+  // numbers: what comes behind is asked to come to L2, stage by stage, slowly, so that what the others
+  // read and write does not stand behind it. ask(): the next stage; whether there is another one.
   template <typename Ask>
-  static __device__ __forceinline__ void wait_for_place(u32 barrier, int parity, int& ahead,
-                                                        int end, const Ask& ask) {
+  static __device__ __forceinline__ void wait_for_place(u32 barrier, int parity, const Ask& ask) {
     if (__all_sync(FULL_MASK, mbarrier_test(barrier, parity))) return;
+    bool more = true;
 #pragma unroll 1
-    while (ahead < end) {
-      ask(ahead++);
+    while (more) {
+      more = ask();
 #pragma unroll 1
       for (int i = 0; i < PAUSES; ++i) {
         if (__all_sync(FULL_MASK, mbarrier_test(barrier, parity))) return;

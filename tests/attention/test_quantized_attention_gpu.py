@@ -158,3 +158,47 @@ def test_promotion_keeps_what_the_tensor_cores_lose():
     assert errors[0] > 0.1 and errors[1] < 0.03 and errors[2] < 0.03
     found = fkjit.quantized_attention(codes)
     assert error(found, wanted) < 0.03
+
+
+# ------------------------------------------------------------------ packed sequences
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_packed_sequences_are_as_they_are_alone(scheme, dim):
+    needs(scheme, dim)
+    rows, keys = [300, 0, 777, 2048], [333, 64, 1000, 2048]
+    q, k, v = (x[0].transpose(0, 1).contiguous()
+               for x in arrays(1, 8, 2, sum(rows), sum(keys), dim))  # fmt: skip
+    ends = [torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32, device="cuda")
+            for x in (rows, keys)]  # fmt: skip
+    said = {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1], "max_seqlen_q": 2048,
+            "max_seqlen_k": 2048}  # fmt: skip
+    how = {"scheme": scheme, "causal": True, "return_lse": True}
+    o, lse = fkjit.quantized_attention(q, k, v, **said, **how)
+    wanted, wanted_lse = fkjit.attention_varlen(
+        q, k, v, *ends, 2048, 2048, causal=True, return_lse=True
+    )
+    assert error(o, wanted.double()) < ERRORS[scheme] and (lse - wanted_lse).abs().max() < 0.3
+    again = fkjit.quantized_attention(q, k, v, **said, **how)
+    assert torch.equal(o, again[0]) and torch.equal(lse, again[1])
+    first_q, first_k = sum(rows[:3]), sum(keys[:3])
+    alone = (x[None, first:].transpose(1, 2).contiguous()
+             for x, first in ((q, first_q), (k, first_k), (v, first_k)))  # fmt: skip
+    dense, _ = fkjit.quantized_attention(*alone, **how)
+    assert error(o[first_q:].transpose(0, 1), dense[0].double()) < 0.01
+
+
+def test_packed_in_a_cuda_graph_with_other_lengths():
+    needs("int8")
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in arrays(1, 4, 2, 600, 600, 64))
+    ends = torch.tensor([0, 200, 600], dtype=torch.int32, device="cuda")
+    said = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 600, "max_seqlen_k": 600}
+    for _ in range(2):
+        fkjit.quantized_attention(q, k, v, **said)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = fkjit.quantized_attention(q, k, v, **said)
+    ends.copy_(torch.tensor([0, 500, 600], dtype=torch.int32))
+    graph.replay()
+    assert torch.equal(found, fkjit.quantized_attention(q, k, v, **said))

@@ -10,7 +10,7 @@ from tests.core.test_mutations import KINDS, outcome
 
 K, T = "kernels_cu/attention/", "templates/attention/"
 SYNC = "__syncthreads();"
-FINE = {"dtype": "fp16", "head_dim": 64, "block": (64, 64)}
+FINE = {"dtype": "fp16", "head_dim": 64, "packed": False, "block": (64, 64)}
 INT8 = {"kernel": "quantized_attention.flash",
         "params": {**FINE, "code": "int8", "values": "half"}}  # fmt: skip
 WIDE = {"kernel": "quantized_attention.flash",
@@ -24,9 +24,10 @@ FP16 = {"kernel": "quantized_attention.flash",
 E5M2 = {"kernel": "quantized_attention.flash", "params": {**FP8["params"], "values": "e5m2"}}
 E5M2_16 = {"kernel": "quantized_attention.flash",
            "params": {**E5M2["params"], "weights": "half", "promote": 0}}  # fmt: skip
-SMALL = {"dtype": "fp16", "head_dim": 64, "smooth": True, "rotate": True}
+SMALL = {"dtype": "fp16", "head_dim": 64, "smooth": True, "rotate": True, "packed": False}
 CHANNELS = {"kernel": "quantize_attention.channels",
-            "params": {"dtype": "fp16", "head_dim": 64, "means": True, "mosts": True}}  # fmt: skip
+            "params": {"dtype": "fp16", "head_dim": 64, "means": True, "mosts": True,
+                       "packed": False}}  # fmt: skip
 SPANS = {"kernel": "quantize_attention.spans", "params": {**SMALL, "code": "int8"}}
 CODES = {"kernel": "quantize_attention.codes",
          "params": {**SMALL, "code": "int8", "values": "fp8", "given": False}}  # fmt: skip
@@ -46,8 +47,8 @@ BUGS = (
         "(m * 16) * 4", by="numbers", **INT8),
     Bug("a lse of smooth keys", FLASH, "lse != nullptr && shift != nullptr", "false",
         by="numbers", **INT8),
-    Bug("no sign of the scale", FLASH, "seqlen_q + row], softmax_scale)",
-        "seqlen_q + row], 1.f)", by="numbers", **INT8),
+    Bug("no sign of the scale", FLASH, "first_row + row], softmax_scale)",
+        "first_row + row], 1.f)", by="numbers", **INT8),
     Bug("a sum is added twice", T + "codes.cuh", "part[i / 8][i / 4 % 2][i % 4] = 0.f;", "",
         by="numbers", **FP8),
     Bug("two keys changed", T + "codes.cuh", "x[0], x[1]) | pack2_e4m3(x[2], x[3])",
@@ -63,19 +64,26 @@ BUGS = (
         **CHANNELS),
     Bug("no barrier before the counter", K + "quantize_channels.cu", SYNC, "", by="race", nth=1,
         **CHANNELS),
-    Bug("the last chunk is left out", K + "quantize_channels.cu", "i < chunks; ++i",
-        "i + 1 < chunks; ++i", by="numbers", **CHANNELS),
-    Bug("K's first rows for all", K + "quantize_spans.cu", "block - q_blocks, of_q", "0, of_q",
-        by="numbers", **SPANS),
+    Bug("no barrier before runs are added up", K + "quantize_channels.cu", SYNC, "", by="race",
+        nth=2, **CHANNELS),
+    Bug("the last chunk is left out", K + "quantize_channels.cu", "i < chunks; i += RUNS",
+        "i + 1 < chunks; i += RUNS", by="numbers", **CHANNELS),
+    Bug("K's first rows for all", K + "quantize_spans.cu", "block - q_blocks, ceil_div",
+        "0, ceil_div", by="numbers", **SPANS),
     Bug("one block's maximum is left out", K + "quantize_spans.cu", "int i = threadIdx.x; i",
         "int i = threadIdx.x + 1; i", by="numbers", **SPANS),
     Bug("no barrier before V is transposed", K + "quantize_codes.cu", SYNC, "", by="race", **CODES),
-    Bug("keys in their own order", K + "quantize_codes.cu",
-        "key / 2 % 4 * 4 + key / 8 % 2 * 2 + key % 2", "key % 16", by="numbers", **CODES),
+    Bug("keys in their own order", K + "quantize_codes.cu", "half * 8;", "half * 2;", by="numbers",
+        **CODES),
+    Bug("words of columns in one place", K + "quantize_codes.cu",
+        "column * ROWS + (word + column / 8)", "(word + column / 8)", by="race", **CODES),
+    Bug("codes that are cut off", "templates/quantize/scale.cuh", "x[i] + ROUNDER",
+        "0.9f * x[i] + ROUNDER",
+        by="numbers", **CODES),
     Bug("signs that no row has", "templates/quantize/hadamard.cuh", "x[i] = -x[i];", "",
         by="numbers", **CODES),
     Bug("zeros behind the last key lose the mean", T + "quantize_rows.cuh",
-        "SMOOTH && row(pass) < rows", "SMOOTH", by="numbers", **CODES),
+        "SMOOTH && row < length", "SMOOTH", by="numbers", **CODES),
     Bug("the first head's scale for all", K + "quantize_codes.cu", "min(tile.head, q_spans - 1)",
         "0", by="numbers", **GIVEN),
 )  # fmt: skip

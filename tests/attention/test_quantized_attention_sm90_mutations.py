@@ -8,9 +8,10 @@ from tests.core.mutations import Bug
 from tests.core.test_mutations import KINDS, outcome
 
 KERNEL, T = "kernels_cu/attention/flash_codes_sm90.cu", "templates/attention/sm90/codes.cuh"
+ROWS = "templates/attention/sm90/code_rows.cuh"
 ON = {"kernel": "quantized_attention.flash_sm90"}
 FP8 = {**ON, "params": {"dtype": "fp16", "code": "fp8", "values": "fp8", "promote": 0,
-                        "head_dim": 64, "block": (192, 128)}}  # fmt: skip
+                        "head_dim": 64, "packed": False, "block": (192, 128)}}  # fmt: skip
 ASIDE = {**ON, "params": {**FP8["params"], "promote": 256}}
 E5M2 = {**ON, "params": {**FP8["params"], "values": "e5m2"}}
 INT8 = {**ON, "params": {**FP8["params"], "code": "int8"}}
@@ -22,8 +23,8 @@ BUGS = (
         by="race", **FP8),
     Bug("no wait for V", KERNEL, "mbarrier_wait(barriers.v_full(place.stage), place.parity);", "",
         by="race", **FP8),
-    Bug("a row's scale for the row below", KERNEL, "row0 + lane / 4 + 8 * half", "row0 + lane / 4",
-        by="numbers", **FP8),
+    Bug("a row's scale for the row below", ROWS, "row + 8 * half, last", "row, last", by="numbers",
+        **FP8),
     Bug("one scale for all keys", T, "scales + (first_group + min(first + i, last))",
         "scales + first_group", by="numbers", **HALF),
     Bug("a third of keys with its neighbour's scale", T, "i == 1 && tile % 2 == 0", "i == 1",
@@ -34,8 +35,8 @@ BUGS = (
         by="numbers", **FP8),
     Bug("two keys changed", T, "pack4_e4m3(low[0], low[1], high[0], high[1])",
         "pack4_e4m3(high[0], high[1], low[0], low[1])", by="numbers", **FP8),
-    Bug("another column's scale", T, "lane % 4 * 2) * 4", "lane % 4) * 4", by="numbers", **FP8),
-    Bug("the lse of smooth keys", KERNEL, "shift == nullptr ? 0.f", "true ? 0.f", by="numbers",
+    Bug("another column's scale", ROWS, "lane % 4 * 2) * 4", "lane % 4) * 4", by="numbers", **FP8),
+    Bug("the lse of smooth keys", ROWS, "shift == nullptr ? 0.f", "true ? 0.f", by="numbers",
         **FP8),
     Bug("sums aside are forgotten", KERNEL, "aside.take(acc, warp_o(), lane_index_again())",
         "void()", by="numbers", **ASIDE),

@@ -12,7 +12,18 @@ import torch
 import fkjit
 from bench.command import main
 from bench.core.store import read
-from bench.study import attention, codes, language, models, needle, pictures, tables, train
+from bench.study import (
+    attention,
+    codes,
+    gpu_tables,
+    language,
+    models,
+    needle,
+    on_gpu,
+    pictures,
+    tables,
+    train,
+)
 from bench.study.attention import NAMED, Seen, attend, exact
 from bench.study.tensor_core import BITS, EXACT, Sums, product
 from fkjit.interp.wgmma.short_sums import summed
@@ -189,3 +200,23 @@ def test_the_page_has_the_tables_and_pictures_of_its_run():
         assert (tables.PAGE.parent / name).read_text() == drawn
         assert f"({name})" in page
     assert read(path)[0].end is not None
+
+
+# ------------------------------------------------------------------ on a GPU
+
+
+def test_causal_queries_stand_where_they_belong():
+    """Of the rows that a GPU makes; here the kernel runs in the interpreter."""
+    rng = np.random.default_rng(3)
+    seen = attention.drawn(rng, "N(0, 1)", 96, 8)
+    call = on_gpu.CALLS["int8, block, smooth"]
+    for causal in (False, True):
+        right = exact(seen._replace(mask=attention.look_back(96, 8) if causal else None))
+        assert codes.error(on_gpu._found(call, seen, causal), right) < 0.03
+
+
+def test_tables_of_a_gpu_are_those_of_the_last_run():
+    path = sorted((RESULTS[-1].parent / "gpu").glob("*.jsonl"))[-1]
+    page = tables.PAGE.read_text()
+    assert tables.with_tables(page, gpu_tables.tables(path)) == page
+    assert set(gpu_tables.values(tables.found(path), "kernel forms", "scheme")) == set(on_gpu.CALLS)

@@ -23,13 +23,14 @@ MAY_INCLUDE = {
     "attention/backward": {"attention"},
     "attention/backward_sm90": {"attention", "attention/backward"},
     "attention/decode": {"attention", "kv"},
+    "attention/mixed": {"attention", "attention/sm90", "attention/decode", "kv"},
     "gemm/sm90": {"gemm"},
     "kv": {"rope"},
     "moe": {"gemm"},
     "quantize": {"gemm", "gemm/sm90", "kv"},
-    "step": {"gemm", "gemm/sm90", "kv"},
+    "step": {"gemm", "gemm/sm90", "kv", "quantize"},
 }
-MOST_FILES, MOST_LINES = 30, 350
+MOST_FILES, MOST_LINES = 30, 400
 
 
 def name(path: Path) -> str:
@@ -108,7 +109,7 @@ def test_no_headers_include_one_another():
 
 def test_kernels_include_their_family_and_what_it_may():
     for path in SOURCES:
-        family = path.parent.name
+        family = path.relative_to(KERNELS).parts[0]
         for one in includes(path):
             top = one.split("/")[0] if "/" in one else ""
             assert top in allowed(family), f"{name(path)}: {one}"

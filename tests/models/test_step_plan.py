@@ -55,9 +55,12 @@ def test_what_a_fused_layer_has_otherwise_is_not_tried_again():
 ])  # fmt: skip
 def test_the_usual_plan_is_that_of_a_table_on_gpus_that_were_measured(name, rows, words):
     config = ModelConfig.of(name)
-    assert usual(config, rows, False, (9, 0)) == StepPlan(*words)
-    for codes, capability in ((True, (9, 0)), (False, (8, 0)), (False, (10, 0)), (False, None)):
-        assert usual(config, rows, codes, capability) == StepPlan()
+    assert usual(config, rows, None, (9, 0)) == StepPlan(*words)
+    for codes, at in (("int8_group", (9, 0)), ("", (9, 0)), (None, (8, 0)), (None, (10, 0)),
+                      (None, None)):  # fmt: skip
+        assert usual(config, rows, codes, at) == StepPlan()
+    coded = usual(config, rows, "int4_group", (9, 0))
+    assert coded == StepPlan(whole=rows <= 4 and "qwen" not in name)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

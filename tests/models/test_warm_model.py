@@ -46,7 +46,9 @@ def test_steps_of_five_launches_and_of_one_are_planned_where_a_decoder_has_them(
         assert (whole <= kernels(warm.jobs(name, arch=arch))) is fused
     step |= whole
     assert not step & kernels(warm.jobs("qwen3-0.6b", arch=arch))
-    assert not step & kernels(warm.jobs("llama-3.2-1b", arch=arch, quantize="int4_group"))
+    assert not step & kernels(warm.jobs("llama-3.2-1b", arch=arch, quantize="int8_group"))
+    coded = step & kernels(warm.jobs("llama-3.2-1b", arch=arch, quantize="int4_group"))
+    assert coded == (whole if fused else set())
 
 
 @pytest.mark.parametrize("name, most", [("gpt2", 26), ("llama-3.2-1b", 26), ("qwen3-0.6b", 22)])

@@ -12,14 +12,14 @@ from fkjit.arch import arch
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
 from fkjit.models import ModelConfig
-from fkjit.models.plan import StepPlan
+from fkjit.models.plan import StepPlan, model_of
 from fkjit.ops.step import whole
 from fkjit.settings import settings
 
 torch = pytest.importorskip("torch", reason="needs torch")
-from fkjit.models import Decoder, Sampling  # noqa: E402
+from fkjit.models import Decoder, Sampling, random_weights  # noqa: E402
 from tests.core.sampling import one_in  # noqa: E402
-from tests.models.reference_model import CONFIGS, logits_of, state_of  # noqa: E402
+from tests.models.reference_model import CONFIGS, LLAMA, logits_of, state_of  # noqa: E402
 from tests.models.test_decoder import PROMPTS  # noqa: E402
 
 WHOLE = StepPlan(whole=True)
@@ -106,6 +106,23 @@ def test_models_without_such_a_step_have_many_launches(launched):
     assert "decode_step.whole" not in launched
 
 
+def test_a_step_with_weights_of_int4_has_the_logits_of_many_launches(launched):
+    config = ModelConfig.of(LLAMA | {
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 32,
+    })  # fmt: skip
+    weights, found = random_weights(config, torch.float16, "cpu"), []
+    with quiet():
+        for plan in (WHOLE, StepPlan()):
+            decoder = Decoder(config, weights, dtype="fp16", device="cpu", max_batch=1,
+                              max_length=32, page_size=8, plan=plan, quantize="int4_group")  # fmt: skip
+            decoder.submit([3, 4], max_new_tokens=3)
+            decoder.advance()
+            decoder.advance()
+            found.append(decoder._steps._logits.rows(1)[0].double().clone())
+    assert launched.count("decode_step.whole") == 1
+    assert float((found[0] - found[1]).norm() / found[1].norm()) < 3e-3
+
+
 def test_who_fits():
     llama = ModelConfig.of("llama-3.2-1b")
 
@@ -118,8 +135,17 @@ def test_who_fits():
 
     assert fits() and fits(4) and fits(config=ModelConfig.of("gpt2"), rows=8)
     assert not fits(9) and not fits(name="sm_80") and not fits(name="sm_120a")
+    assert fits(codes=True) and not fits(codes=True, mlp=8192 + 64) and fits(mlp=8192 + 64)
     assert not fits(mlp=8200) and not fits(mlp=96) and not fits(activation="relu")
     assert not fits(heads_q=40) and not fits(rows=2, heads_kv=128, heads_q=128)
+
+
+def test_work_items_of_attention_are_no_more_than_blocks():
+    config = ModelConfig.of("llama-3.2-1b")
+    short, long = (model_of(config, "nhd", 256, length=length) for length in (640, 1 << 16))
+    found = [(whole.own_heads(one, rows, 132), whole.splits_of(one, rows, 132))
+             for one in (short, long) for rows in (1, 2, 4, 8)]  # fmt: skip
+    assert found == [(1, 4), (4, 8), (4, 4), (4, 2), (4, 16), (4, 8), (4, 4), (4, 2)]
 
 
 def test_what_a_step_refuses():

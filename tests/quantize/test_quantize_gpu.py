@@ -151,3 +151,28 @@ def test_gate_and_residual(fp8):
         found = fkjit.linear(x, weight, gate=True, activation="silu", residual=residual,
                              scale=0.125)  # fmt: skip
         assert ((found.double() - wanted).norm() / wanted.norm()).item() < 4e-3
+
+
+@pytest.mark.parametrize("shape", [(3, 264), (700, 4096), (64, 20_000)])
+@pytest.mark.parametrize("scheme", ["fp8_row", "int8_row", "fp8_block"])
+def test_rows_as_they_are_made(scheme, shape):
+    x, residual, both = normal(*shape), normal(*shape), normal(shape[0], 2 * shape[1])
+    weight, bias = normal(shape[1]), normal(shape[1])
+    gate, up = both[:, : shape[1]], both[:, shape[1] :]
+    of = torch.nn.functional
+    for _ in range(2):  # the second time by a plan
+        found, s = fkjit.quantize_rms_norm(x, weight, scheme, residual=residual)
+        layer = fkjit.quantize_layer_norm(x, weight, bias, scheme)
+        gated = fkjit.quantize_gated(gate, up, scheme)
+    assert torch.equal(s, x + residual)
+    rms = (s.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    exact = (
+        (found, s.double() * rms * weight.double()),
+        (layer, of.layer_norm(x.double(), shape[1:], weight.double(), bias.double(), 1e-5)),
+        (gated, of.silu(gate.double()) * up.double()),
+    )
+    for codes, numbers in exact:
+        wanted = fkjit.quantize(numbers.float(), scheme)
+        same = codes.data.view(torch.uint8) == wanted.data.view(torch.uint8)
+        assert same.float().mean() > 0.99
+        torch.testing.assert_close(codes.scales, wanted.scales, rtol=1e-5, atol=0)

@@ -12,22 +12,23 @@ from tests.core.test_mutations import KINDS, outcome
 
 K, T = "kernels_cu/step/whole.cu", "templates/step/"
 SMALL = {"kernel": "decode_step.whole", "params": {"head_dim": 16}}
+CODED = {"kernel": "decode_step.whole", "params": {"head_dim": 32, "codes": True}}
 
 BUGS = (
     Bug("no wait for a stage", T + "tile_sums.cuh",
         "mbarrier_wait(ring.full + 8 * number, parity);", "", by="race", **SMALL),
     Bug("a stage fetched before it is free", T + "weight_ring.cuh",
-        "wait_for_place(empty + 8 * place.stage, place.parity ^ 1, ahead, min(i + AHEAD, all), "
-        "ask);", "", by="race", **SMALL),
+        "if (__all_sync(FULL_MASK, mbarrier_test(barrier, parity))) return;\n    bool more = true;",
+        "return;\n    bool more = true;", by="race", **SMALL),
     Bug("sums added up before all are there", T + "tile_sums.cuh",
         "mbarrier_wait(shared_address(&shared.full[slot]), (tile + own) / PLACES % 2);", "",
         by="race", **SMALL),
     Bug("rows gathered while they are multiplied", K, "meet();  // the rows are read", "",
         by="race", **SMALL),
     Bug("rows gathered where attention is not over", K,
-        "angles, meet);\n      meet();", "angles, meet);", by="numbers", **SMALL),
+        "angles, meet);\n      meet();", "angles, meet);", by="race", **SMALL),
     Bug("rows multiplied before they are there", K,
-        ": at.inner, k, tag);\n    }\n    meet();", ": at.inner, k, tag);\n    }", by="race",
+        ": at.inner(), k, tag);\n    }\n    meet();", ": at.inner(), k, tag);\n    }", by="race",
         **SMALL),
     Bug("words taken as they are", T + "exchange.cuh", "while (!all);", "while (false);",
         by="numbers", **SMALL),
@@ -35,8 +36,15 @@ BUGS = (
         "if (false)", by="numbers", **SMALL),
     Bug("a key beyond the window", T + "decode_heads.cuh", "max(item.keys - window, 0)",
         "max(item.keys - window - 1, 0)", by="numbers", **SMALL),
-    Bug("half of a tile's second rows", T + "weight_ring.cuh", "halves ? row + 8",
-        "halves ? row", by="numbers", **SMALL),
+    Bug("half of a tile's second rows", T + "weight_ring.cuh", "min(i % 8, last) + i / 8 * 8",
+        "min(i % 8, last)", by="numbers", **SMALL),
+    Bug("codes by another group's scale", T + "weight_ring.cuh", "BYTES + place * PART / 64",
+        "BYTES", by="numbers", **CODED),
+    Bug("rows not normalised", K, "sum.x *= by, sum.y *= by;", "", by="numbers", **CODED),
+    Bug("scales not waited for", T + "weight_ring.cuh", "(piece.bytes + piece.scale_bytes) * rows",
+        "piece.bytes * rows", by="barrier", **CODED),
+    Bug("codes in another order than x", T + "coded_part.cuh", "(turned ? pair ^ 1 : pair)",
+        "pair", by="numbers", **CODED),
     Bug("a warp's sums left out", T + "tile_sums.cuh", "for (int w = 0; w < WARPS; ++w)",
         "for (int w = 1; w < WARPS; ++w)", by="numbers", **SMALL),
     Bug("tokens not counted", K, "lengths[row] = length + 1;", "lengths[row] = length;",

@@ -83,7 +83,7 @@ def check_varlen(views: Views, options: VarlenOptions) -> Request:
     """A call of attention_varlen."""
     call = "attention_varlen"
     problem = packed_sizes(call, _rows(call, views))
-    problem["batch"] = _batch(call, views)
+    problem["batch"] = sequences(call, views)
     for name in ("max_seqlen_q", "max_seqlen_k"):
         problem[name.removeprefix("max_")] = length(call, name, getattr(options, name))
     check_grid(call, problem)
@@ -189,7 +189,7 @@ def _rows(call: str, views: Views) -> dict[str, View]:
     return rows
 
 
-def _batch(call: str, views: Views) -> int:
+def sequences(call: str, views: Views) -> int:
     """Sequences, of which cu_seqlens say where they begin and end."""
     lengths = [ends(call, views, name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
     if lengths[0] != lengths[1]:
@@ -213,13 +213,12 @@ def ends(call: str, views: Views, name: str) -> int:
     return view.shape[0]
 
 
-def look_at_ends(inputs: Sequence[Any]) -> None:
+def look_at_ends(inputs: Sequence[Any], call: str = "attention_varlen", axis: int = 0) -> None:
     """The numbers in cu_seqlens, read from wherever they are: ParameterError for rows that are not
-    there. What they are, and whether they are arrays at all, the check says."""
-    call = "attention_varlen"
+    there, along this axis. What they are, and whether they are arrays at all, the check says."""
     for name, rows, ends in zip(("q", "k"), inputs[:2], inputs[3:5], strict=True):
         whole, seen = (interop.view(x, call, name) for x in (rows, ends))
-        if seen.dtype not in ("int32", "int64") or len(seen.shape) != 1 or not whole.shape:
+        if seen.dtype not in ("int32", "int64") or len(seen.shape) != 1 or axis >= len(whole.shape):
             continue
         if seen.device != CPU and is_capturing(interop.current_stream(seen)):
             raise CaptureError(
@@ -228,10 +227,10 @@ def look_at_ends(inputs: Sequence[Any]) -> None:
             )
         values = [0, *seen.array.tolist()]
         for place, (before, value) in enumerate(pairwise(values)):
-            if not before <= value <= whole.shape[0] or (place == 0 and value):
+            if not before <= value <= whole.shape[axis] or (place == 0 and value):
                 raise ParameterError(
                     f"{call}: cu_seqlens_{name}[{place}]={value} after {before}; allowed: 0, then "
-                    f"rising, up to the {whole.shape[0]} rows of {name}"
+                    f"rising, up to the {whole.shape[axis]} rows of {name}"
                 )
 
 

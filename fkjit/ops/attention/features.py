@@ -57,13 +57,14 @@ class ScoreFeatures:
     paged: bool = False  # packed queries of keys in pages; in the forward alone
     codes: str = ""  # what those are kept as, "fp8" or "int8", if not as q
     mixed: bool = False  # sequences of one new token are left to decoding's kernel
+    together: bool = False  # or are this kernel's, too; on sm_90
     seeded: bool = False  # sums of products start from bias and mask, which are read in runs
 
     @cached_property
     def text(self) -> str:
         words = [
             name
-            for name in (*FLAGS, "mixed", "dalibi", "dbias", "dbias_sums", "seeded")
+            for name in (*FLAGS, "mixed", "together", "dalibi", "dbias", "dbias_sums", "seeded")
             if getattr(self, name)
         ]
         words += [f"codes={self.codes}"] * bool(self.codes)
@@ -108,8 +109,9 @@ class ScoreFeatures:
             **_PACKED[self.varlen],
             **NOT_RESUMED,
             "mixed": self.mixed,
-            "listed": f", {LISTED}" if self.mixed else "",
-            "works": "ListedWorkItems" if self.mixed else "AttentionWorkItems",
+            "together": "together" if self.together else "",
+            "listed": f", {LISTED}" if self.mixed else _LENGTHS if self.together else "",
+            "works": _WORKS[self.mixed + 2 * self.together],
             **{"codes": self.codes, "kept_keys": _KEPT.get(self.codes, "elem_t")},
             "page_numbers": _PAGE_NUMBERS if self.paged else "",
             "score_values": "".join(f", {argument}" for _, _, argument in arrays + scalars),
@@ -121,6 +123,11 @@ NOT_RESUMED: Mapping[str, Any] = {"resumed": False, "state_array": "", "state_nu
 _PAGE_ARRAYS = "".join(f", const int* __restrict__ {name}" for name in PAGES)
 LISTED = "long_sequences"  # of more than one new token: how many, then which
 _LISTED = f", const int* __restrict__ {LISTED}"
+_WORKS = ("AttentionWorkItems", "ListedWorkItems", "MixedWorkItems")
+_LENGTHS = (
+    ", ROWS, cu_seqlens_q, max_seqlen_q, PagedKeys{page_table, seq_lens, rows, table_width, "
+    "page_log2, num_pages, max_seqlen_k}, form.window_left, abreast, tile_weight"
+)
 # Of decoding's kernel, whose new tokens may be packed, one of a sequence.
 _PACKED: tuple[dict[str, str], dict[str, str]] = (
     {"packed_array": "", "packed_ends": "", "packed_rows": ""},
@@ -144,6 +151,7 @@ PLAIN: Mapping[str, Any] = {
         "codes": "",
         "kept_keys": "elem_t",
         "mixed": False,
+        "together": "",
         "listed": "",
         "works": "AttentionWorkItems",
         "seqlen_q": "seqlen_q",

@@ -53,6 +53,9 @@ _WARP_ROWS = 16  # of a tile of queries: a warp stores its own
 _STAGES = ((2, 2), (1, 2), (1, 1))  # of Q, and of bias and mask
 _MORE_BARRIERS = 16 + 16 * 2  # bytes: of tiles that are cut, of bias and mask
 COUNTERS = 1
+_CODE_GROUPS = 1  # warpgroups that widen codes and do nothing else
+_CODE_GROUP_DIM = 128  # at most: wider accumulators need more registers than a block starts with
+_CODES_AT_ONCE = 2  # chunks that a thread has under way: more spill
 CODE_STAGES = 2  # tiles of codes in shared memory, which become K or V
 # What P and its sums may come to before a maximum is looked for, well inside the type's range.
 _LIMITS = {"fp16": "16384.f", "bf16": "0x1p32f"}
@@ -97,13 +100,31 @@ def _derive(params: Params) -> dict[str, Any]:
         "lse": "lse_parts" if parts else "lse",  # arguments have their arrays' names
         "comma_parts": ", parts" if parts else "",
         "lse_length": "VARLEN ? form.total_q : max_seqlen_q" if features else "seqlen_q",
-        "producer_registers": 56 if paged else {1: 40, 2: 40, 3: 32, 4: 32}[consumers],
-        "consumer_registers": 224 if paged else {1: 240, 2: 232, 3: 160, 4: 112}[consumers],
+        **_registers(consumers, paged, code_groups(params)),
         **_codes(features),
         **({**PLAIN, "bias": False, "mask": False, "alibi": False} if features is None else
            {**features.values(), "score_stages": score_stages, "score_maps": _score_maps(features),
             **_page_boxes(features)}),
     }  # fmt: skip
+
+
+def _registers(consumers: int, paged: bool, more: int) -> dict[str, int]:
+    """Of a thread. `more`: warpgroups that widen codes, which are producers too."""
+    if more:
+        own, left = 48, 208
+    elif paged:
+        own, left = 56, 224
+    else:
+        own = {1: 40, 2: 40, 3: 32, 4: 32}[consumers]
+        left = {1: 240, 2: 232, 3: 160, 4: 112}[consumers]
+    return {"producer_registers": own, "consumer_registers": left, "code_groups": more}
+
+
+def code_groups(params: Params) -> int:
+    """Warpgroups that make numbers of codes beside the producer's warps."""
+    features = _features(params)
+    codes = features is not None and features.codes and params["head_dim"] <= _CODE_GROUP_DIM
+    return _CODE_GROUPS if codes else 0
 
 
 def _o_scalars(parts: bool, stored: bool) -> str:
@@ -125,7 +146,8 @@ def _codes(features: ScoreFeatures | None) -> dict[str, Any]:
         return {"codes_type": "NoCodes", "code_stages": 0, "key_scale": "1.f", "value_scale": "1.f"}
     kept, at = features.values()["kept_keys"], "[place.head / group_size]"
     scales = {"key_scale": f"k_scale{at}", "value_scale": f"v_scale{at}"}
-    return {"codes_type": f"PageCodes<Rings, elem_t, {kept}>", "code_stages": CODE_STAGES, **scales}
+    codes = f"PageCodes<Rings, elem_t, {kept}, PRODUCERS - 1, {_CODES_AT_ONCE}>"
+    return {"codes_type": codes, "code_stages": CODE_STAGES, **scales}
 
 
 def _page_boxes(features: ScoreFeatures) -> dict[str, Any]:
@@ -258,6 +280,8 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
         "section_heads": section_heads(params, problem),
     }
     features = _features(params)
+    if features is not None and features.together:
+        named |= {"workspace": arrays.get("workspace"), **problem["together"]}
     if features is not None and features.bias:
         bias = arrays["bias"]
         named["bias_map"] = _score_map(problem, bias, features.bias, (block_q, block_k))
@@ -322,6 +346,8 @@ def section_heads(params: Params, problem: Problem) -> int:
 
 def _grid(params: Params, problem: Problem) -> Dim3:
     """One block an SM, or fewer where there is less to do."""
+    if "together" in problem:
+        return (problem["blocks"], 1, 1)
     return (min(shared.grid(params, problem)[0], problem.get("multiprocessors", SMS)), 1, 1)
 
 
@@ -363,7 +389,7 @@ FLASH_SM90 = register(
             "verification": "fkjit.ops.attention.cases:PLAIN_SM90",
             "features": lambda params: frozenset({"wgmma"}),
             "shared_layout": _shared,
-            "block": lambda params: (128 * (1 + _consumers(params)), 1, 1),
+            "block": lambda params: (128 * (1 + _consumers(params) + code_groups(params)), 1, 1),
             "interpreter_flops": 1.5e9,
             "arguments": _arguments,
             "pdl": True,

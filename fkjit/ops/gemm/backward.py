@@ -15,12 +15,14 @@ from fkjit.runtime.interop import CPU, ITEMSIZE, View
 
 
 class ActivationOptions(NamedTuple):
-    """activation: the kernels' text of it. dz, dbias: whether they are wanted."""
+    """activation: the kernels' text of it. dz, dbias: whether they are wanted. y: whether the
+    product's result is, too, made again: of a gate."""
 
     activation: str
     gate: bool
     dz: bool
     dbias: bool
+    y: bool = False
 
 
 def _check(views: Mapping[str, View | None], said: ActivationOptions) -> Request:
@@ -33,7 +35,7 @@ def _check(views: Mapping[str, View | None], said: ActivationOptions) -> Request
     problem: dict[str, Any] = {
         "m": m, "n": n, "dtype": dtype, "out_dtype": dy.dtype, "dy_stride": dy.strides[0],
         "activation": said.activation, "gate": said.gate, "pre": views["pre"] is not None,
-        "dz": said.dz, "dbias": said.dbias,
+        "dz": said.dz, "dbias": said.dbias, "y": said.y,
     }  # fmt: skip
     if dy.device != CPU:
         problem["multiprocessors"] = multiprocessors(dy.device)
@@ -46,6 +48,7 @@ def _check(views: Mapping[str, View | None], said: ActivationOptions) -> Request
     outputs = {
         "dz": Output((m, wide), dtype) if said.dz else None,
         "dbias": Output((wide,), dtype) if said.dbias else None,
+        "y": Output((m, n), dtype) if said.y else None,
     }
     scratch = kernels.scratch(params, problem)
     return Request(dict(views), outputs, (Launch(spec, params, problem),), *scratch)
@@ -59,21 +62,24 @@ def _is_vector(dy: View, pre: View | None, dtype: str) -> bool:
 
 
 def _fake(
-    dy: Any, pre: Any, like: Any, activation: str, gate: bool, dz: bool, dbias: bool
-) -> list[Any]:
+    dy: Any, pre: Any, like: Any, activation: str, gate: bool, dz: bool, dbias: bool,
+    y: bool = False,
+) -> list[Any]:  # fmt: skip
     m, n = dy.shape
     wide = 2 * n if gate else n
-    return [like.new_empty(shape) for shape, made in (((m, wide), dz), ((wide,), dbias)) if made]
+    wanted = (((m, wide), dz), ((wide,), dbias), ((m, n), y))
+    return [like.new_empty(shape) for shape, made in wanted if made]
 
 
 ACTIVATION = Op(
     "linear (backward)",
     inputs=("dy", "pre", "like"),
-    outputs=("dz", "dbias"),
+    outputs=("dz", "dbias", "y"),
     check=_check,
     options=ActivationOptions,
     optional=("pre",),
     node=Node(
-        _fake, "str activation, bool gate, bool dz, bool dbias", None, "linear_backward_activation"
+        _fake, "str activation, bool gate, bool dz, bool dbias, bool y=False", None,
+        "linear_backward_activation",
     ),
-)
+)  # fmt: skip

@@ -125,6 +125,13 @@ def gelu_linear(x: Any, weight: Any, bias: Any = None) -> Any:
     return linear(x, weight, bias, activation="gelu_tanh")
 
 
+def gated_with_pre(x: Any, weight: Any, activation: str) -> tuple[Any, Any]:
+    """(activation(gate) * up, gate | up) of x and a weight that holds both, without gradients: a
+    node of autograd of its own has them."""
+    said = LinearOptions(activation=activation, gate=True)
+    return _WITH_PRE((x, weight, None, None), (), tuple(said))
+
+
 def _explained(act: Callable[..., Any], mod: Any, *args: Any) -> Any:
     """What `act` returns; what NVRTC has against an epilogue_mod as a ParameterError."""
     try:

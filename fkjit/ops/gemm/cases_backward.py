@@ -19,7 +19,7 @@ def _problem(params: Params, m: int, n: int, gap: int) -> dict[str, Any]:
     names = ("dtype", "out_dtype", "activation", "gate")
     return {
         **{name: params[name] for name in names}, "m": m, "n": n, "dy_stride": n + gap,
-        "pre": not plain, "dz": True, "dbias": True, "multiprocessors": 6,
+        "pre": not plain, "dz": True, "dbias": True, "y": params["gate"], "multiprocessors": 6,
     }  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     return [
         _problem(params, m, columns - odd, 8 + odd),
         {**narrow, "dbias": False},
-        {**narrow, "dz": False},
+        {**narrow, "dz": False, "y": False},
     ]
 
 
@@ -49,9 +49,9 @@ def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
 
 
 def _outputs(params: Params, p: Problem) -> Arrays:
-    shapes = {"dz": (p["m"], outputs_of(p)), "dbias": (outputs_of(p),)}
+    shapes = {"dz": (p["m"], outputs_of(p)), "dbias": (outputs_of(p),), "y": (p["m"], p["n"])}
     kind = numpy_dtype(p["dtype"])
-    return {name: np.full(shape, np.nan, kind) for name, shape in shapes.items() if p[name]}
+    return {name: np.full(shape, np.nan, kind) for name, shape in shapes.items() if p.get(name)}
 
 
 def _slope(activation: str, z: np.ndarray) -> np.ndarray:
@@ -65,14 +65,16 @@ def _slope(activation: str, z: np.ndarray) -> np.ndarray:
 def reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     """In float64."""
     dy = np.asarray(arrays["dy"]).reshape(p["m"], p["dy_stride"])[:, : p["n"]].astype(np.float64)
-    dz = dy
+    dz, y = dy, None
     if p["pre"]:
         z, n = np.asarray(arrays["pre"]).astype(np.float64), p["n"]
         dz = dy * _slope(p["activation"], z[:, :n])
         if p["gate"]:
             value = activated(p["activation"], z[:, :n])
+            y = value * z[:, n:]
             dz = np.concatenate([dz * z[:, n:], dy * value], axis=1)
-    return {name: found for name, found in (("dz", dz), ("dbias", dz.sum(0))) if p[name]}
+    made = {"dz": dz, "dbias": dz.sum(0)} | ({} if y is None else {"y": y})
+    return {name: found for name, found in made.items() if p.get(name)}
 
 
 ACTIVATION = Verification(

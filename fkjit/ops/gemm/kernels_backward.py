@@ -52,7 +52,7 @@ def scratch(params: Params, problem: Problem) -> tuple[int, int]:
 
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    named = {name: arrays.get(name) for name in ("dy", "pre", "dz", "dbias", "counters")}
+    named = {name: arrays.get(name) for name in ("dy", "pre", "dz", "dbias", "y", "counters")}
     sizes = {name: problem[name] for name in ("m", "n", "dy_stride")}
     return {**named, "workspace": arrays.get("workspace"), **sizes}
 
@@ -60,6 +60,7 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
 def _traffic(problem: Problem) -> float:
     elements = problem["m"] * outputs_of(problem)
     dy = ITEMSIZE[problem["out_dtype"]] * problem["m"] * problem["n"]
+    dy += problem.get("y", False) * ITEMSIZE[problem["dtype"]] * problem["m"] * problem["n"]
     return float(dy + ITEMSIZE[problem["dtype"]] * elements * (problem["pre"] + problem["dz"]))
 
 

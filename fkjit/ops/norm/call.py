@@ -7,6 +7,7 @@ from typing import Any
 
 from fkjit.ops.norm.checks import check, check_gradient
 from fkjit.ops.norm.kernels import Tile
+from fkjit.ops.op import torch_ops
 from fkjit.ops.op.autograd import Differentiable, Tensors, as_tuple, autograd_of
 from fkjit.ops.op.casts import as_fp32, contiguous
 from fkjit.ops.op.node import Node, like, of_dtype
@@ -172,8 +173,23 @@ def _fake_gradient(
     return [like(x), *(like(alike) for _ in range(of_weight + of_bias))]
 
 
-def _differentiable(op: str) -> Differentiable:
-    """The statistics of the forward are what the backward starts from."""
+def norm_and_stream(x: Any, weight: Any, bias: Any, eps: float, op: str) -> tuple[Any, Any]:
+    """(the norm of x, x) of torch tensors, by "rms_norm" or "layer_norm": what goes on with the
+    residual stream x takes the second one, and its gradient is added by the norm's own kernel."""
+    if torch_ops.compiling() or not torch_ops.wants_grad((x, weight, bias)):
+        act = rms_norm(x, weight, eps) if op == "rms_norm" else layer_norm(x, weight, bias, eps)
+        return act, x
+    return _streamed(op)((x, weight, bias, None), (eps, 0.0))
+
+
+@lru_cache(maxsize=2)
+def _streamed(op: str) -> Differentiable:
+    return _differentiable(op, stream=True)
+
+
+def _differentiable(op: str, stream: bool = False) -> Differentiable:
+    """The statistics of the forward are what the backward starts from. stream: x is a result, too,
+    without a residual."""
 
     def forward(inputs: Tensors, options: Any) -> tuple[Tensors, Tensors]:
         x, weight, bias, residual = inputs
@@ -181,6 +197,8 @@ def _differentiable(op: str) -> Differentiable:
         rstd, mean = made[-1], made[-2] if op == "layer_norm" else None
         results = made[: 1 if residual is None else 2]
         seen = x if residual is None else results[1]
+        if stream:
+            results = (*results, x)
         return results, (seen, weight, bias, mean, rstd)
 
     def backward(saved: Tensors, gradients: Tensors, needed: Tensors, options: Any) -> Tensors:

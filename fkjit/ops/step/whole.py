@@ -14,19 +14,21 @@ from fkjit.ops.kv.problem import LAYOUTS, page_shape
 from fkjit.ops.op.checks import check_dtype, check_same_dtype, check_shape
 from fkjit.ops.op.op import Launch, Op, Output, Request
 from fkjit.ops.step import whole_kernel as kernel
-from fkjit.ops.step.whole_kernel import GROUPS, HEAD_DIMS, KERNEL, LAYER_WORDS, NONE, ROWS
+from fkjit.ops.step.whole_kernel import GROUPS, HEAD_DIMS, KERNEL, LAYER_WORDS, NONE, ROWS, SCALES
 from fkjit.runtime import abstract
 from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import CPU, View
 
 _CALL = "decode_step"
-_SPAN = 32  # columns of a weight that a warp takes at a time
+_SPAN, _GROUP = 32, 128  # columns of a weight that a warp takes at a time; of codes
 _CPU_BLOCKS = 4
+_ITEMS = 4  # of a query head, at least, where it has items of its own
 Ring = tuple[int, int, int, int]
 
 
 class LayerArrays(NamedTuple):
-    """Of a layer, in the order of the kernel's LayerWeights; None: there is no such array."""
+    """Of a layer; None: there is no such array. A weight with scales is codes of int4, [n, k / 2]
+    bytes; its scales are [n, those of k in groups of 128, as many as fill 16 bytes]."""
 
     norm: Any
     norm_bias: Any
@@ -40,12 +42,18 @@ class LayerArrays(NamedTuple):
     up_bias: Any
     down: Any
     down_bias: Any
+    qkv_scales: Any = None
+    out_scales: Any = None
+    up_scales: Any = None
+    down_scales: Any = None
 
 
 class Model(NamedTuple):
     """What a step's kernel is made for. heads_q, heads_kv, head_dim, mlp, eps: as a ModelConfig's.
-    advance: whether tokens and positions become the next ones, by the largest logits. ring: columns
-    of a stage, stages, those under way, warps that fetch; None: the usual."""
+    advance: whether tokens and positions become the next ones, by the largest logits. codes: some
+    weights of layers are of int4. long: sequences may be long, so that keys are read once rather
+    than for each query head. ring: columns of a stage, stages, those under way, warps that
+    fetch; None: the usual."""
 
     heads_q: int
     heads_kv: int
@@ -57,6 +65,8 @@ class Model(NamedTuple):
     layout: str
     page_size: int
     advance: bool = False
+    codes: bool = False
+    long: bool = False
     ring: Ring | None = None
 
 
@@ -93,7 +103,10 @@ def layer_table(base: int, layers: list[LayerArrays], windows: list[int | None])
     def place(array: Any) -> int:
         return NONE if array is None else (array.data_ptr() - base) // 2
 
-    rows = [[*map(place, one), seen or 0] for one, seen in zip(layers, windows, strict=True)]
+    rows = [
+        [*map(place, one[:-SCALES]), seen or 0, *map(place, one[-SCALES:])]
+        for one, seen in zip(layers, windows, strict=True)
+    ]
     return np.array(rows, np.int64).reshape(len(layers), LAYER_WORDS)
 
 
@@ -109,16 +122,27 @@ def fits(model: Model, rows: int, hidden: int, layers: int, arch: Arch, blocks: 
     return (
         rows * model.heads_kv <= blocks and rest == 0 and group in GROUPS
         and model.head_dim in HEAD_DIMS
-        and not any(wide % _SPAN for wide in widths) and min(widths) >= blocks
+        and not any(wide % _spans(model) for wide in widths) and min(widths) >= blocks
         and (model.activation, model.gate) in SHIPPED
         and kernel.KERNEL.features({}) <= arch.features
-        and _variant(model, rows, hidden, layers, "layer") is not None
+        and _variant(model, rows, hidden, layers, "layer", blocks) is not None
     )  # fmt: skip
 
 
+def _spans(model: Model) -> int:
+    """Columns of which products have whole numbers."""
+    return _GROUP if model.codes else _SPAN
+
+
 def splits_of(model: Model, rows: int, blocks: int) -> int:
-    """Work items of a sequence and a key head: together no more than there are blocks."""
-    return max(1, blocks // (rows * model.heads_kv))
+    """Work items of a sequence and its heads: together no more than there are blocks."""
+    return max(1, blocks * own_heads(model, rows, blocks) // (rows * model.heads_q))
+
+
+def own_heads(model: Model, rows: int, blocks: int) -> int:
+    """Query heads of a work item of attention: one, or all of a key head."""
+    one = not model.long and _ITEMS * rows * model.heads_q <= blocks
+    return 1 if one else model.heads_q // model.heads_kv
 
 
 def exchange_words(model: Model, rows: int, hidden: int, blocks: int) -> int:
@@ -154,7 +178,9 @@ def prepare(arrays: Arrays, model: Model) -> None:
 # ------------------------------------------------------------------ checks
 
 
-def _variant(model: Model, rows: int, hidden: int, layers: int, norm: str) -> dict[str, Any] | None:
+def _variant(
+    model: Model, rows: int, hidden: int, layers: int, norm: str, blocks: int
+) -> dict[str, Any] | None:
     """Of the parameters those that the sizes decide; None: there is no room."""
     most = next((most for most in ROWS if most >= rows), None)
     aside = kernel.aside_for(norm, hidden, layers)
@@ -162,16 +188,18 @@ def _variant(model: Model, rows: int, hidden: int, layers: int, norm: str) -> di
         return None
     group, dim = model.heads_q // model.heads_kv, model.head_dim
     widest = max(hidden, model.mlp, model.heads_q * dim)
-    room = kernel.room_for(most, widest, dim, group, aside)
+    own = own_heads(model, rows, blocks)
+    room = kernel.room_for(most, widest, dim, own, aside)
     if room is None:
         return None
     space = kernel.ring_bytes(most, room)
     rings = kernel.RINGS if model.ring is None else (model.ring,)
-    ring = next((one for one in rings if kernel.ring_shared(one) <= space), None)
+    ring = next((one for one in rings if kernel.ring_fits(one, model.codes, space)), None)
     if ring is None:
         return None
     return {"most": most, "room": room, "aside": aside, "ring": ring, "group": group,
-            "head_dim": dim, "activation": model.activation, "gate": model.gate}  # fmt: skip
+            "own": own, "head_dim": dim, "activation": model.activation, "gate": model.gate,
+            "codes": model.codes}  # fmt: skip
 
 
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:
@@ -191,13 +219,14 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     layers = seen["table_of_layers"].shape[0]
     _check_arrays(seen, model, m, hidden, layers)
     norm, blocks = "layer" if "norm_bias" in seen else "rms", blocks_on(seen["tokens"].device)
-    variant = _variant(model, m, hidden, layers, norm)
+    variant = _variant(model, m, hidden, layers, norm, blocks)
     widths = (hidden, model.mlp, model.heads_q * model.head_dim)
-    refused = any(one % _SPAN or one < blocks for one in widths) or m * model.heads_kv > blocks
+    span = _spans(model)
+    refused = any(one % span or one < blocks for one in widths) or m * model.heads_kv > blocks
     if variant is None or refused:
         raise ParameterError(
             f"{_CALL}: no kernel for {m} sequences of widths {widths}; allowed: up to {ROWS[-1]}, "
-            f"multiples of {_SPAN} columns, as many as multiprocessors, no more heads than those, "
+            f"multiples of {span} columns, as many as multiprocessors, no more heads than those, "
             "rows that fit into shared memory"
         )
     words = exchange_words(model, m, hidden, blocks)

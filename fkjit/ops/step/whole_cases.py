@@ -10,7 +10,7 @@ import numpy as np
 
 from fkjit.ops.gemm.cases import TOLERANCE, activated
 from fkjit.ops.rope.frequencies import rope_table
-from fkjit.ops.step.whole_kernel import LAYER_WORDS, NONE, exchange_places
+from fkjit.ops.step.whole_kernel import LAYER_WORDS, NONE, SCALES, exchange_places
 from fkjit.runtime.interop import numpy_dtype
 from fkjit.spec import Arrays, Params, Problem, Verification
 
@@ -18,6 +18,9 @@ _PAGE, _PAGES, _SEQUENCES = 8, 12, 4  # of the cache: tokens of a page, pages, r
 _LENGTHS = (9, 0, 17, 3)  # by sequence: into a new page, empty, in a third one, without room
 _CAPACITIES = (16, 8, 24, 3)
 _LAUNCHES = 3  # that came before
+_GROUP = 128  # codes that share a scale
+_SCALES = LAYER_WORDS - SCALES  # where they begin in a layer of the table
+_CODED = ("qkv", "out", "up", "down")
 _NAMES = ("norm", "norm_bias", "qkv", "qkv_bias", "out", "out_bias", "mlp_norm", "mlp_norm_bias",
           "up", "up_bias", "down", "down_bias")  # fmt: skip
 
@@ -26,25 +29,32 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """Of a window, biases, one sequence and several, one of which is none."""
     dim, group = params["head_dim"], params["group"]
     full = scale == "full"
-    blocks = 132 if full else 4
-    heads_kv = max(2, -(-blocks // (group * dim)))  # every block has outputs of each product
-    hidden, mlp = (256, 1024) if full else (64, 96)
-    said = {name: params[name] for name in ("dtype", "norm", "rope", "activation", "gate")}
+    blocks = 132 if full else 4 if params["own"] == group else 8
+    least = 2 if params["own"] == group else 1
+    heads_kv = max(least, -(-blocks // (group * dim)))  # every block has outputs of each product
+    if params["codes"]:
+        heads_kv = max(1, _GROUP // (group * dim))
+    hidden, mlp = (256, 1024) if full else (128, 256) if params["codes"] else (64, 96)
+    said = {name: params[name] for name in ("dtype", "norm", "rope", "activation", "gate", "codes")}
     found = []
     for m, window, biased in ((1, 5, True), (params["most"], 0, False)):
         found.append({
             **said, "m": m, "layers": 2, "hidden": hidden, "mlp": mlp, "vocabulary": 264,
             "heads_q": heads_kv * group, "heads_kv": heads_kv, "head_dim": dim, "group": group,
             "eps": 1e-5, "blocks": blocks, "advance": m > 1,
-            "splits": blocks // (m * heads_kv) if full else 2,
+            "own": params["own"], "splits": blocks if full else 2,
             "logits_stride": 264 + 4, "table_rows": 40 if params["rope"] else 0,
             "max_sequences": _SEQUENCES, "max_pages": 3, "num_pages": _PAGES, "page_size": _PAGE,
             "layout": "nhd", "window": window, "biased": biased,
             "plane": _PAGES * _PAGE * heads_kv * dim,
             "pages": (_PAGE * heads_kv * dim, dim, heads_kv * dim),
         })  # fmt: skip
-        found[-1]["splits"] = min(found[-1]["splits"], found[-1]["blocks"] // (m * heads_kv)) or 1
-    return [one for one in found if one["m"] * one["heads_kv"] <= one["blocks"]]
+        heads = m * heads_kv * group // params["own"]
+        found[-1]["splits"] = min(found[-1]["splits"], blocks // heads) or 1
+    return [
+        one for one in found
+        if one["m"] * one["heads_q"] <= one["blocks"] * one["own"]
+    ]  # fmt: skip
 
 
 def _shapes(p: Problem) -> dict[str, tuple[int, ...]]:
@@ -74,11 +84,15 @@ def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
     flat, table, at = [], np.full((p["layers"], LAYER_WORDS), NONE, np.int64), 0
     for layer in range(p["layers"]):
         for name, shape in _shapes(p).items():
-            array = drawn(*shape).reshape(-1)
-            table[layer, _NAMES.index(name)] = at
-            flat.append(np.pad(array, (0, -array.size % 16)))
-            at += flat[-1].size
-        table[layer, -1] = p["window"] if layer == 0 else 0
+            arrays = {_NAMES.index(name): drawn(*shape)}
+            if p["codes"] and name in _CODED:
+                arrays = dict(zip((_NAMES.index(name), _SCALES + _CODED.index(name)),
+                                  _coded(rng, shape, kind), strict=True))  # fmt: skip
+            for place, array in arrays.items():
+                table[layer, place] = at
+                flat.append(np.pad(array.reshape(-1), (0, -array.size % 16)))
+                at += flat[-1].size
+        table[layer, len(_NAMES)] = p["window"] if layer == 0 else 0
     pages = rng.standard_normal(
         (p["layers"], 2, p["num_pages"], p["page_size"], p["heads_kv"], p["head_dim"])
     ).astype(kind)  # fmt: skip
@@ -106,6 +120,28 @@ def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
     return made
 
 
+def _coded(
+    rng: np.random.Generator, shape: tuple[int, ...], kind: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """Random codes of int4 [n, k / 4], four in 16 bits, and scales of whole sixteens of bytes."""
+    n, k = shape
+    words = rng.integers(0, 1 << 16, (n, k // 4)).astype(np.uint16)
+    for shift in range(0, 16, 4):  # -8 is no code
+        words[(words >> shift) & 15 == 8] ^= np.uint16(1 << shift)
+    scales = np.zeros((n, -(-k // (8 * _GROUP)) * 8), kind)
+    scales[:, : k // _GROUP] = (0.2 + 0.05 * rng.random((n, k // _GROUP))) / math.sqrt(k)
+    return words.view(kind), scales
+
+
+def _decoded(words: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The numbers, float64 [n, k]: of eight codes even ones are the low half of 32 bits."""
+    n = words.shape[0]
+    both = np.ascontiguousarray(words).view(np.uint16).reshape(n, -1, 2, 1)
+    codes = (both >> np.arange(0, 16, 4, dtype=np.uint16) & 15).astype(np.int64)
+    codes = np.where(codes > 7, codes - 16, codes).transpose(0, 1, 3, 2).reshape(n, -1)
+    return codes * np.repeat(scales.astype(np.float64), _GROUP, 1)[:, : codes.shape[1]]
+
+
 def _exchange(p: Problem) -> np.ndarray:
     """As launches before leave it: old words, whose tags nobody waits for."""
     made = np.zeros(exchange_places(p)[-1], np.int32)
@@ -129,18 +165,25 @@ class _Step:
             name: np.asarray(x).astype(np.float64) if np.asarray(x).dtype.kind not in "iu" else x
             for name, x in arrays.items() if x is not None
         }  # fmt: skip
+        self.weights = np.asarray(arrays["weights"])
         self.pages = self.arrays["pages"].copy()
         rows, lengths = self.arrays["rows_of_cache"], np.asarray(self.arrays["lengths"])
         self.rows = [int(row) for row in rows]
         self.length = {row: int(lengths[row]) for row in self.rows if row >= 0}
 
     def layer(self, n: int) -> dict[str, np.ndarray]:
-        shapes, offsets = _shapes(self.p), self.arrays["table_of_layers"][n]
-        flat = self.arrays["weights"]
-        return {
-            name: flat[offsets[_NAMES.index(name)] :][: math.prod(shape)].reshape(shape)
-            for name, shape in shapes.items()
-        }
+        return {name: self.array(n, name, shape) for name, shape in _shapes(self.p).items()}
+
+    def array(self, n: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Of layer n, in float64."""
+        offsets = self.arrays["table_of_layers"][n]
+        own = self.weights[offsets[_NAMES.index(name)] :]
+        if not self.p["codes"] or name not in _CODED:
+            return own[: math.prod(shape)].reshape(shape).astype(np.float64)
+        rows, k = shape
+        width = -(-k // (8 * _GROUP)) * 8
+        scales = self.weights[offsets[_SCALES + _CODED.index(name)] :][: rows * width]
+        return _decoded(own[: rows * k // 4].reshape(rows, -1), scales.reshape(rows, width))
 
     def normed(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
         if self.p["norm"] == "layer":
@@ -198,7 +241,7 @@ class _Step:
                 "qkv_bias", 0
             )
             heads = self.turned(heads.reshape(p["m"], -1, p["head_dim"]))
-            window = int(arrays["table_of_layers"][n, -1])
+            window = int(arrays["table_of_layers"][n, len(_NAMES)])
             x = x + self.attended(heads, n, window) @ w["out"].T + w.get("out_bias", 0)
             up = self.normed(x, w["mlp_norm"], w.get("mlp_norm_bias")) @ w["up"].T + w.get(
                 "up_bias", 0

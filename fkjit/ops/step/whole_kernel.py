@@ -19,15 +19,18 @@ from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
 ROWS = (1, 2, 4, 8)  # there is room for
 HEAD_DIMS, GROUPS = (64, 128, 16, 32), (4, 1, 2, 3, 6, 7, 8)
 WARPS = 8  # that compute
-ROW_GAP = 32  # elements between rows, as templates/step/normed_rows.cuh has it
-_PRODUCT = 48  # bytes of a Product of templates/step/layers.cuh
-LAYER_WORDS = 13  # of a layer in `layers`: LayerWeights of the kernel
+ROW_GAP = 8  # elements between rows, as templates/step/gathered_rows.cuh has it
+_PRODUCT = 56  # bytes of a Product of templates/step/layers.cuh
+LAYER_WORDS = 17  # of a layer in `layers`: LayerWeights of the kernel
+SCALES = 4  # of those: of qkv, out, up, down
+CODED_COLUMNS = 256  # of a ring for codes, at least
 NONE = -1 << 62  # there, of what there is not
-_TILE_ROWS, _PITCH_GAP = 16, 64  # rows of a weight in a stage; bytes between them
+_TILE_ROWS, _GAP, _CODED_GAP = 16, 16, 64  # rows of a weight in a stage; bytes between them
 _PLACES = 8  # of tiles whose sums wait to be added up
 _BLOCK_BYTES = 226 << 10  # of shared memory, 1 KB for barriers left out
 # Columns of a stage, stages, of which under way, warps that fetch.
-RINGS = ((512, 11, 3, 2), (512, 9, 3, 2), (512, 8, 3, 2), (64, 9, 2, 2))
+RINGS = ((512, 12, 3, 2), (512, 11, 3, 2), (512, 10, 3, 2), (512, 9, 3, 2), (512, 8, 3, 2),
+         (256, 8, 2, 2), (64, 9, 2, 2))
 _ROOMS = (25, 8, 12, 16, 28, 42, 56, 74, 88, 140)  # KB for rows, and what is beside them
 _ASIDE = (8, 1, 2, 4, 6, 12, 20)  # KB of that beside the rows
 
@@ -36,8 +39,10 @@ _PARAMS = (
     Param("norm", ("rms", "layer"), "RMSNorm or LayerNorm"),
     Param("rope", (True, False), "whether q and k turn by their positions"),
     *epilogue.PARAMS,
+    Param("codes", (False, True), "whether layers' weights are codes of int4"),
     Param("head_dim", HEAD_DIMS, "columns of a head"),
     Param("group", GROUPS, "query heads of a key head"),
+    Param("own", GROUPS, "of those in a work item of attention: one or all"),
     Param("most", ROWS, "sequences there is room for"),
     Param("room", _ROOMS, "KB of shared memory for their rows and what is beside them"),
     Param("aside", _ASIDE, "KB of that for the list of products and a norm's weights"),
@@ -46,26 +51,31 @@ _PARAMS = (
 )  # fmt: skip
 
 
-def ring_shared(ring: tuple[int, int, int, int]) -> int:
+def ring_shared(ring: tuple[int, int, int, int], codes: bool) -> int:
     """Bytes of a ring's stages."""
     columns, stages, *_ = ring
-    return stages * _TILE_ROWS * (2 * columns + _PITCH_GAP)
+    return stages * _TILE_ROWS * (2 * columns + (_CODED_GAP if codes else _GAP))
 
 
-def _scratch(head_dim: int, group: int) -> int:
+def ring_fits(ring: tuple[int, int, int, int], codes: bool, space: int) -> bool:
+    """Whether a ring has room in so many bytes, and whole groups of codes."""
+    return ring_shared(ring, codes) <= space and not (codes and ring[0] % CODED_COLUMNS)
+
+
+def _scratch(head_dim: int, own: int) -> int:
     """Bytes that attention has in shared memory."""
-    return 4 * (group * head_dim + head_dim + WARPS * group * (head_dim + 2)) + 16
+    return 4 * (own * head_dim + head_dim + WARPS * own * (head_dim + 2)) + 16
 
 
 def aside_for(norm: str, hidden: int, layers: int) -> int | None:
     """KB for the list of products and a norm's weights; None where there is no room."""
-    needed = _PRODUCT * (4 * layers + 1) + 2 * hidden * (2 if norm == "layer" else 1)
+    needed = -(-_PRODUCT * (4 * layers + 1) // 16) * 16 + 2 * hidden * (2 if norm == "layer" else 1)
     return next((room for room in sorted(_ASIDE) if room << 10 >= needed), None)
 
 
-def room_for(most: int, widest: int, head_dim: int, group: int, aside: int) -> int | None:
+def room_for(most: int, widest: int, head_dim: int, own: int, aside: int) -> int | None:
     """KB for so many rows, and what is beside them; None where there is no room."""
-    needed = max(2 * most * (widest + ROW_GAP), _scratch(head_dim, group)) + (aside << 10)
+    needed = max(2 * most * (widest + ROW_GAP), _scratch(head_dim, own)) + (aside << 10)
     return next((room for room in sorted(_ROOMS) if room << 10 >= needed), None)
 
 
@@ -78,11 +88,10 @@ def exchange_places(p: Problem) -> tuple[int, ...]:
     """Words of 32 bits before each array of what passes between blocks, and in all; the first word
     counts launches."""
     m, dim = p["m"], p["head_dim"]
-    group, heads = p["heads_q"] // p["heads_kv"], p["heads_q"] + 2 * p["heads_kv"]
-    items = m * p["heads_kv"] * p["splits"]
+    heads = p["heads_q"] + 2 * p["heads_kv"]
     arrays = (
-        2 * m * heads * dim, 2 * items * group * (dim + 2), m * p["hidden"], m * p["heads_q"] * dim,
-        m * p["mlp"], 2 * m * WARPS * p["blocks"],
+        2 * m * heads * dim, 2 * m * p["heads_q"] * p["splits"] * (dim + 2), m * p["hidden"],
+        m * p["heads_q"] * dim, m * p["mlp"], 2 * m * p["blocks"],
     )  # fmt: skip
     return tuple(accumulate((-(-one // 4) * 4 for one in arrays), initial=4))
 
@@ -119,24 +128,29 @@ def weights_of(p: Problem) -> int:
 def _illegal(params: Params) -> str | None:
     if (params["activation"], params["gate"]) not in epilogue.SHIPPED:
         return "has no such epilogue"
+    if params["codes"] and params["ring"][0] % CODED_COLUMNS:
+        return "has parts of stages without whole groups of codes"
     if params["ring"][1] < WARPS:
         return "has stages that two warps would wait for"
-    if params["room"] - params["aside"] << 10 < _scratch(params["head_dim"], params["group"]):
+    if params["own"] not in (1, params["group"]):
+        return "has items of neither one query head nor all of a key head"
+    if params["room"] - params["aside"] << 10 < _scratch(params["head_dim"], params["own"]):
         return "has no room for attention"
-    if ring_shared(params["ring"]) > ring_bytes(params["most"], params["room"]):
+    if ring_shared(params["ring"], params["codes"]) > ring_bytes(params["most"], params["room"]):
         return "has more stages than there is room for"
     return None
 
 
 # What is compiled ahead: the two models of the documentation, one sequence; and a small one for the
 # interpreter.
-_LLAMA = ("bf16", "rms", True, "silu", True, 64, 4)
-_GPT2 = ("bf16", "layer", False, "gelu_tanh", False, 64, 1)
+_LLAMA = ("bf16", "rms", True, "silu", True, False, 64, 4, 1)
+_GPT2 = ("bf16", "layer", False, "gelu_tanh", False, False, 64, 1, 1)
 _AHEAD = tuple(
     dict(zip((param.name for param in _PARAMS), said, strict=True))
     for said in (
         (*_LLAMA, 1, 25, 8, RINGS[0]), (*_GPT2, 1, 16, 6, RINGS[0]),
-        ("fp16", "rms", True, "silu", True, 16, 2, 2, 12, 1, RINGS[-1]),
+        ("fp16", "rms", True, "silu", True, False, 16, 2, 2, 2, 12, 1, RINGS[-1]),
+        ("bf16", "rms", True, "silu", True, True, 32, 4, 4, 2, 16, 1, RINGS[-2]),
     )
 )  # fmt: skip
 FIELDS: dict[str, Any] = {
@@ -149,7 +163,9 @@ FIELDS: dict[str, Any] = {
     "cooperative": True,
     "derive": _derive,
     "features": lambda params: frozenset({"wgmma"}),  # Hopper: tried nowhere else
-    "shared_bytes": lambda params: (params["room"] << 10) + ring_shared(params["ring"]),
+    "shared_bytes": lambda params: (
+        (params["room"] << 10) + ring_shared(params["ring"], params["codes"])
+    ),
     "block": lambda params: (32 * (WARPS + params["ring"][3]), 1, 1),
     "grid": lambda params, p: (p["blocks"], 1, 1),
     "arguments": _arguments,

@@ -20,9 +20,11 @@ __device__ __forceinline__ i64 fragment_place(i64 row_block, int column_block, i
 
 // This warp's part of dQ += dS K of a tile of queries. `sums` are those of the tile. dS lies
 // transposed, keys as rows, in ds_tile. WARPS_Q warps share the queries, 32 to each, TURNS the
-// columns, 16 in turns; they are made 32 at a time, which takes few registers.
+// columns, 16 in turns; they are made 32 at a time, which takes few registers. first_one: nothing is
+// there yet to add to.
 template <typename T, typename KTile, typename PTile, int NUM_WARPS>
-__device__ __forceinline__ void add_dq(float* sums, u32 ds_tile, u32 k_tile) {
+__device__ __forceinline__ void add_dq(float* sums, u32 ds_tile, u32 k_tile,
+                                       bool first_one = false) {
   constexpr int WARPS_Q = PTile::COLUMNS / 32, TURNS = NUM_WARPS / WARPS_Q;
   constexpr int COLUMNS = KTile::COLUMNS / 8 / TURNS, PART = COLUMNS % 4 == 0 ? 4 : 2;
   static_assert(TURNS <= 4 && COLUMNS % 2 == 0, "16 columns of a panel at a time");
@@ -51,8 +53,13 @@ __device__ __forceinline__ void add_dq(float* sums, u32 ds_tile, u32 k_tile) {
 #pragma unroll
       for (int n = 0; n < PART; ++n) {
         const int column_block = (first + n) / 2 * 2 * TURNS + 2 * turn + n % 2;
-        red_add_floats(sums + fragment_place(row_block + m, column_block, KTile::COLUMNS / 8, lane),
-                       acc[m][n]);
+        float* const at =
+            sums + fragment_place(row_block + m, column_block, KTile::COLUMNS / 8, lane);
+        if (first_one)
+          *reinterpret_cast<float4*>(at) =
+              make_float4(acc[m][n][0], acc[m][n][1], acc[m][n][2], acc[m][n][3]);
+        else
+          red_add_floats(at, acc[m][n]);
       }
   }
 }

@@ -18,6 +18,7 @@ struct BackwardBarriers {
   static constexpr int Q_STAGES = Layout::Q_STAGES, DO_STAGES = Layout::DO_STAGES;
   static constexpr int DS_STAGES = Layout::DS_STAGES, DQ_STAGES = Layout::DQ_STAGES;
   static constexpr int DQ_PARTS = Layout::DQ_PARTS;
+  static constexpr int READERS = Layout::SHARED_TILES ? 16 : 8;  // warps that multiply a tile
   static constexpr int SLOTS = 2;                    // work items that have been announced
   static constexpr int K_STAGES = Layout::K_STAGES;  // K of work items
   static constexpr int COPIERS = 2;                  // threads that copy dQ: of every second tile
@@ -70,10 +71,10 @@ struct BackwardBarriers {
       mbarrier_init(work_full(slot), 1), mbarrier_init(work_empty(slot), TAKERS);
 #pragma unroll
     for (int stage = 0; stage < Q_STAGES; ++stage)
-      mbarrier_init(q_full(stage), 2), mbarrier_init(q_empty(stage), 8);
+      mbarrier_init(q_full(stage), 2), mbarrier_init(q_empty(stage), READERS);
 #pragma unroll
     for (int stage = 0; stage < DO_STAGES; ++stage)
-      mbarrier_init(do_full(stage), 1), mbarrier_init(do_empty(stage), 8);
+      mbarrier_init(do_full(stage), 1), mbarrier_init(do_empty(stage), READERS);
 #pragma unroll
     for (int stage = 0; stage < DS_STAGES; ++stage)
       mbarrier_init(ds_full(stage), 8), mbarrier_init(ds_empty(stage), 4);

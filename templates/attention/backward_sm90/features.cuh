@@ -161,10 +161,10 @@ __device__ __forceinline__ FormKeys<PACKED> take_keys(const Barriers& barriers, 
   return keys;
 }
 
-template <int BLOCK_Q, int BLOCK_K, bool ORDERED, bool PACKED, bool ALIBI, bool MASK, typename Tile,
-          typename Barriers>
+template <int BLOCK_Q, int BLOCK_K, bool ORDERED, bool PACKED, bool ALIBI, bool MASK, typename KTile,
+          typename VTile, typename Barriers>
 __device__ __forceinline__ void load_keys(
-    const KeyLoads<Tile, Barriers>& loads,
+    const KeyLoads<KTile, VTile, Barriers>& loads,
     const FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED, ALIBI, MASK>& sizes) {
   for (int taken = 0;; ++taken) {
     bool exists;
@@ -180,6 +180,7 @@ template <typename Sizes>
 struct WorkItemNotes {
   static constexpr int BLOCK_Q = Sizes::BLOCK_Q, BLOCK_K = Sizes::BLOCK_K;
   static constexpr int KEYS = 32;  // bytes before what the others are told
+  static constexpr int NUMBER = 176;  // before the last number, where clusters take turns
   u32 address;
 
   __device__ __forceinline__ void write(const FormWorkItem<Sizes>& piece,
@@ -196,15 +197,23 @@ struct WorkItemNotes {
                        make_uint4(backwards ? last : first, backwards ? first : last,
                                   row_blocks * (ROW_STEP / BLOCK_Q), piece.block * 2 + backwards));
     store_shared_chunk(address + KEYS,
-                       make_uint4(piece.keys.start + piece.first_key(), piece.head,
-                                  Sizes::PACKED ? keys_left : piece.batch, piece.batch));
+                       make_uint4(piece.keys.start + piece.first_key() + sizes.own_key, piece.head,
+                                  Sizes::PACKED ? keys_left - sizes.own_key : piece.batch,
+                                  piece.batch));
   }
 
-  // Those of the next piece (see BackwardWorkItem::next), if there is one.
+  // Those of the next piece (see BackwardWorkItem::next), if there is one. Without a counter clusters
+  // take turns.
   __device__ __forceinline__ bool next(bool first, u32* counter, const Sizes& sizes) const {
     while (true) {
       const int pieces = sizes.pieces();
-      const int number = first ? blockIdx.x : gridDim.x + atomicInc(counter, pieces - 1);
+      int number = first ? cluster_index() : 0;
+      if (counter == nullptr) {
+        if (!first) number = load_shared_word(address + NUMBER) + cluster_count();
+        store_shared_word(address + NUMBER, number);
+      } else if (!first) {
+        number = gridDim.x + atomicInc(counter, pieces - 1);
+      }
       if (number >= pieces) return false;
       const FormWorkItem<Sizes> piece(number, sizes);
       if (piece.exists()) {
@@ -249,7 +258,8 @@ __device__ __forceinline__ void load_tiles(
       last =
           last_tile && head + 1 == (load_shared_word(note + notes.KEYS + 4) + 1) * sizes.group_size;
       store_shared_chunk(load.about,
-                         make_uint4(first_row - q0, keys_left, last, index * (BLOCK_Q / 16)));
+                         make_uint4(first_row - q0 + sizes.own_key, keys_left - sizes.own_key, last,
+                                    index * (BLOCK_Q / 16)));
       store_shared_pair(load.about + 24, row, head);
       if (ORDERED) {
         const int block = load_shared_word(note + 28);
@@ -263,7 +273,8 @@ __device__ __forceinline__ void load_tiles(
       store_shared_word(load.about + 40, keys.y);
       const TensorRows<PACKED> at(row, place);
       const u32* bits = nullptr;
-      const int key = load_shared_word(note + 28) / 2 * BLOCK_K;  // of its batch or sequence
+      // Of its batch or sequence.
+      const int key = load_shared_word(note + 28) / 2 * BLOCK_K + sizes.own_key;
       if (MASK)
         bits = sizes.mask_bits + keys.w * sizes.mask_strides.batch +
                head * sizes.mask_strides.head + tile * sizes.mask_strides.row +

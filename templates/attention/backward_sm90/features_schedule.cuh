@@ -38,11 +38,13 @@ struct FormSizes {
   const float* alibi_slopes;
   const u32* mask_bits;
   Strides mask_strides;
+  int own_key;  // see BackwardSizes
 
   __device__ __forceinline__ FormSizes(const int* q_ends, const int* k_ends, int batch_, int heads,
                                        int group, int longest_q, int longest_k, int rows,
                                        int abreast, const AttentionForm& form, const float* slopes,
-                                       const u32* bits = nullptr, const Strides& bits_strides = {})
+                                       const u32* bits = nullptr, const Strides& bits_strides = {},
+                                       int first_own_key = 0)
       : cu_seqlens_q(q_ends),
         cu_seqlens_k(k_ends),
         batch(batch_),
@@ -57,7 +59,8 @@ struct FormSizes {
         alibi_batch_stride(form.alibi_batch_stride),
         alibi_slopes(slopes),
         mask_bits(bits),
-        mask_strides(bits_strides) {}
+        mask_strides(bits_strides),
+        own_key(first_own_key) {}
 
   // The same, but what follows from it is computed again, and not kept in registers until then.
   __device__ __forceinline__ FormSizes again() const {

@@ -2,6 +2,7 @@
 // and notes for all others what each tile is; one loads K and V.
 #pragma once
 #include "ptx/bulk.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/tma.cuh"
@@ -20,9 +21,9 @@ struct BackwardRings : Layout {
     return shared + Layout::Q + stage * Layout::Q_STAGE;
   }
   __device__ __forceinline__ u32 dout(int stage) const {
-    return shared + Layout::DO + stage * Layout::Q_STAGE;
+    return shared + Layout::DO + stage * Layout::DO_STAGE;
   }
-  // lse_log2 of a tile's rows, then delta, then bits of a mask: empty when its dO is.
+  // lse_log2 of a tile's rows, then delta, then bits of a mask.
   __device__ __forceinline__ u32 rows(int stage) const {
     return shared + Layout::ROWS + stage * Layout::ROWS_STAGE;
   }
@@ -37,6 +38,18 @@ struct BackwardLoads {
   const float *lse_log2, *delta;
   const TensorMap* bias_map;  // or null
 };
+
+// A tile for both thread blocks of a cluster, of which each asks for every other panel.
+template <typename Tile>
+__device__ __forceinline__ void load_shared_tile(u32 shared, const TensorMap& map, u32 barrier,
+                                                 int row, int head, int batch, int turn) {
+  mbarrier_expect(barrier, Tile::BYTES);
+#pragma unroll
+  for (int panel = 0; panel < Tile::PANELS; ++panel)
+    if (panel % 2 == turn)
+      tma_load_multicast(shared + panel * Tile::PANEL_BYTES, map, barrier,
+                         panel * Tile::PANEL_COLUMNS, row, head, batch, 3);
+}
 
 // The load of a thread block's tile `step_number`.
 template <typename Rings, typename Barriers>
@@ -56,23 +69,34 @@ struct TileLoad {
   __device__ __forceinline__ void begin(int step_number) {
     const Barriers& barriers = loads.barriers;
     q_full = barriers.q_full(q_ring.stage), about = barriers.tile(step_number);
-    rows = loads.rings.rows(do_ring.stage);
+    rows = loads.rings.rows(Rings::ROWS_WITH_Q ? q_ring.stage : do_ring.stage);
     mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
   }
   // The tile from `row` on, whose rows bring along what lies at `index` tiles.
   __device__ __forceinline__ void load(int row, int head, int batch, int index,
                                        const u32* mask = nullptr) const {
     using QTile = typename Rings::QTile;
+    using DOTile = typename Rings::DOTile;
     const Barriers& barriers = loads.barriers;
-    tma_load_tile<QTile>(loads.rings.q(q_ring.stage), loads.q_map, q_full, row, head, batch);
-    mbarrier_wait(barriers.do_empty(do_ring.stage), do_ring.parity ^ 1);
+    const int turn = Rings::SHARED_TILES ? cluster_rank() : 0;
+    if constexpr (Rings::SHARED_TILES)
+      load_shared_tile<QTile>(loads.rings.q(q_ring.stage), loads.q_map, q_full, row, head, batch,
+                              turn);
+    else
+      tma_load_tile<QTile>(loads.rings.q(q_ring.stage), loads.q_map, q_full, row, head, batch);
+    if (!Rings::ROWS_WITH_Q) mbarrier_wait(barriers.do_empty(do_ring.stage), do_ring.parity ^ 1);
     mbarrier_expect(q_full, Rings::ROWS_BYTES + Rings::MASK_BYTES);
     const i64 first = static_cast<i64>(index) * Rings::BLOCK_Q;
     bulk_load(rows, loads.lse_log2 + first, Rings::ROWS_BYTES / 2, q_full);
     bulk_load(rows + Rings::ROWS_BYTES / 2, loads.delta + first, Rings::ROWS_BYTES / 2, q_full);
     if (Rings::MASK_BYTES > 0) bulk_load(rows + Rings::ROWS_BYTES, mask, Rings::MASK_BYTES, q_full);
-    tma_load_tile<QTile>(loads.rings.dout(do_ring.stage), loads.dout_map,
-                         barriers.do_full(do_ring.stage), row, head, batch);
+    if (Rings::ROWS_WITH_Q) mbarrier_wait(barriers.do_empty(do_ring.stage), do_ring.parity ^ 1);
+    if constexpr (Rings::SHARED_TILES)
+      load_shared_tile<DOTile>(loads.rings.dout(do_ring.stage), loads.dout_map,
+                               barriers.do_full(do_ring.stage), row, head, batch, turn ^ 1);
+    else
+      tma_load_tile<DOTile>(loads.rings.dout(do_ring.stage), loads.dout_map,
+                            barriers.do_full(do_ring.stage), row, head, batch);
   }
 };
 
@@ -92,7 +116,7 @@ __device__ __forceinline__ void load_tiles(const BackwardLoads<Rings, Barriers>&
       BackwardWalk at = noted_walk(barriers);
       const auto now = sizes.again();
       TileLoad<Rings, Barriers> load(loads, step_number);
-      const int q0 = at.tile * BLOCK_Q, first_key = work.block * BLOCK_K;
+      const int q0 = at.tile * BLOCK_Q, first_key = work.block * BLOCK_K + sizes.own_key;
       const int index = at.index(work, now);
       last = at.left == 1;
       load.begin(step_number);
@@ -111,7 +135,7 @@ __device__ __forceinline__ void load_tiles(const BackwardLoads<Rings, Barriers>&
 }
 
 // What it takes to load K and V.
-template <typename Tile, typename Barriers>
+template <typename KTile, typename VTile, typename Barriers>
 struct KeyLoads {
   const Barriers& barriers;
   u32 k_tile, k_stage_bytes, v_tile;
@@ -121,20 +145,20 @@ struct KeyLoads {
   __device__ __forceinline__ void load(int taken, int row, int head, int batch) const {
     const RingPlace<Barriers::K_STAGES> place = ring_place<Barriers::K_STAGES>(taken);
     mbarrier_wait(barriers.k_empty(place.stage), place.parity ^ 1);
-    tma_load_tile<Tile>(k_tile + place.stage * k_stage_bytes, k_map, barriers.k_full(place.stage),
+    tma_load_tile<KTile>(k_tile + place.stage * k_stage_bytes, k_map, barriers.k_full(place.stage),
                         row, head, batch);
     mbarrier_wait(barriers.v_empty(), taken & 1 ^ 1);
-    tma_load_tile<Tile>(v_tile, v_map, barriers.v_full(), row, head, batch);
+    tma_load_tile<VTile>(v_tile, v_map, barriers.v_full(), row, head, batch);
   }
 };
 
-template <int BLOCK_Q, int BLOCK_K, bool ORDERED, typename Tile, typename Barriers>
-__device__ __forceinline__ void load_keys(const KeyLoads<Tile, Barriers>& loads,
+template <int BLOCK_Q, int BLOCK_K, bool ORDERED, typename KTile, typename VTile, typename Barriers>
+__device__ __forceinline__ void load_keys(const KeyLoads<KTile, VTile, Barriers>& loads,
                                           const BackwardSizes<BLOCK_Q, BLOCK_K, ORDERED>& sizes) {
   for (int taken = 0;; ++taken) {
     const int number = take_work_alone(loads.barriers, taken);
     if (number >= sizes.works()) break;
     const BackwardWorkItem work(number, sizes);
-    loads.load(taken, work.block * BLOCK_K, work.head, work.batch);
+    loads.load(taken, work.block * BLOCK_K + sizes.own_key, work.head, work.batch);
   }
 }

@@ -3,7 +3,8 @@
 // A work item is a block of BLOCK_K keys of one KV head: every tile of BLOCK_Q queries that
 // sees it, of all query heads that share it. Several blocks of keys add to one tile of dQ.
 //
-// In any order: thread blocks draw pieces from a counter, the longest of a head first.
+// In any order: thread blocks draw pieces from a counter, the longest of a head first, or of all heads
+// where there are few pieces a thread block, which then end together.
 //
 // In a fixed order (ORDERED) each block of keys has a rank at each tile. Heads are dealt out to
 // teams of thread blocks; a team of `members` goes through a head in `rounds`, in round r its
@@ -25,13 +26,15 @@
 // are visited, member), and each thread block's visits are in that order: all that is needed is
 // that thread blocks run at the same time.
 #pragma once
+#include "ptx/cluster.cuh"
 #include "ptx/register_fence.cuh"
 
 template <int BLOCK_Q, int BLOCK_K, bool ORDERED>
 struct BackwardSizes {
   static constexpr int INDEX_ROWS = BLOCK_Q;  // a tile's index counts so many rows
   int batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal;
-  int rounds;  // of a team over a head, where ORDERED
+  int rounds;  // of a team over a head, where ORDERED; else above 1 for first blocks of all heads first
+  int own_key = 0;  // where this thread block's keys begin in a block of keys that a cluster shares
 
   // The same, but what follows from it is computed again, and not kept in registers until then.
   __device__ __forceinline__ BackwardSizes again() const {
@@ -45,7 +48,8 @@ struct BackwardSizes {
   __device__ __forceinline__ int blocks() const { return ceil_div(seqlen_k, BLOCK_K); }
   __device__ __forceinline__ int tiles() const { return ceil_div(seqlen_q, BLOCK_Q); }
   __device__ __forceinline__ int members() const { return ceil_div(blocks(), rounds); }
-  __device__ __forceinline__ int teams() const { return gridDim.x / members(); }
+  // Of clusters, where thread blocks have their work items in common.
+  __device__ __forceinline__ int teams() const { return cluster_count() / members(); }
   // Query i sees keys up to i + diagonal().
   __device__ __forceinline__ int diagonal() const { return seqlen_k - seqlen_q; }
 
@@ -93,8 +97,11 @@ struct BackwardWorkItem {
   template <int BLOCK_Q, int BLOCK_K>
   __device__ __forceinline__ BackwardWorkItem(int number,
                                               const BackwardSizes<BLOCK_Q, BLOCK_K, false>& sizes) {
-    const int blocks = sizes.blocks(), heads = sizes.heads_kv(), all_heads = number / blocks;
-    block = number % blocks;
+    const int blocks = sizes.blocks(), heads = sizes.heads_kv();
+    const bool across = sizes.rounds > 1;
+    const int step = across ? sizes.all_heads() : blocks, after = number / step;
+    const int within = number - after * step, all_heads = across ? within : after;
+    block = across ? after : within;
     head = all_heads % heads, batch = all_heads / heads;
     start = sizes.first_tile(block);
     backwards = false;
@@ -103,13 +110,13 @@ struct BackwardWorkItem {
   template <int BLOCK_Q, int BLOCK_K>
   __device__ __forceinline__ BackwardWorkItem(int number,
                                               const BackwardSizes<BLOCK_Q, BLOCK_K, true>& sizes) {
-    const int members = sizes.members(), member = blockIdx.x % members;
+    const int members = sizes.members(), member = cluster_index() % members;
     const int step = sizes.causal ? number / 2 : number;  // in turns: one of each head
     const int round = step % sizes.rounds, heads = sizes.heads_kv();
     int turn = step / sizes.rounds;
     backwards = sizes.causal && number % 2;
     if (sizes.causal) turn = 2 * turn + number % 2;
-    const int all_heads = turn * sizes.teams() + blockIdx.x / members;
+    const int all_heads = turn * sizes.teams() + cluster_index() / members;
     block = member * sizes.rounds + round;
     exists = block < sizes.blocks() && all_heads < sizes.all_heads();
     if (sizes.causal && !backwards) block = sizes.blocks() - 1 - block;

@@ -15,9 +15,16 @@ __device__ __forceinline__ void stage_fragments(u32 staging, const float (&d)[1]
   for (int n = 0; n < N; ++n) store_shared_floats(staging + (n * WARP_SIZE + lane) * 16, d[0][n]);
 }
 
-// A warp's fragments to `sums` from registers, which are 0 before.
+// A warp's fragments to `sums` from registers, which are 0 before unless it is the first to come.
 template <int N>
-__device__ __forceinline__ void give_sums(float* sums, const float (&d)[1][N][4], int lane) {
+__device__ __forceinline__ void give_sums(float* sums, const float (&d)[1][N][4], int lane,
+                                          bool first) {
 #pragma unroll
-  for (int n = 0; n < N; ++n) red_add_floats(sums + (n * WARP_SIZE + lane) * 4, d[0][n]);
+  for (int n = 0; n < N; ++n) {
+    float* const at = sums + (n * WARP_SIZE + lane) * 4;
+    if (first)
+      *reinterpret_cast<float4*>(at) = make_float4(d[0][n][0], d[0][n][1], d[0][n][2], d[0][n][3]);
+    else
+      red_add_floats(at, d[0][n]);
+  }
 }

@@ -10,6 +10,7 @@ struct PageList {
   const int* table;  // of its pages, or null: all keys are in page `row`
   int row, page_log2;
 
+  __device__ __forceinline__ PageList() {}
   __device__ __forceinline__ PageList(const int* page_table, int row, int width, int page_log2)
       : table(page_table == nullptr ? nullptr : page_table + wide(row, width)),
         row(row),
@@ -26,6 +27,7 @@ struct HeadPages {
   const T* base;  // of page 0, token 0
   int page_step, token_step, columns;
 
+  __device__ __forceinline__ HeadPages() {}
   __device__ __forceinline__ HeadPages(const T* pages, int head, const Strides& strides,
                                        int columns)
       : base(pages + head * strides.head),

@@ -12,11 +12,17 @@
 
 constexpr int WARP_ROWS = 16;
 
-// Bytes in which a warp leaves its rows, fp32; padded, so that eight rows begin in different banks.
+// Where a warp leaves its rows, fp32, neighbouring ones in different banks: columns are moved by the
+// row, or, where that takes registers that wide rows do not leave, rows are padded.
 template <int HEAD_DIM>
 struct WarpRows {
-  static constexpr int STRIDE = HEAD_DIM + 8;  // floats
+  static constexpr bool MOVED = HEAD_DIM <= 128;
+  static constexpr int STRIDE = MOVED ? HEAD_DIM : HEAD_DIM + 8;  // floats
   static constexpr int BYTES = WARP_ROWS * STRIDE * 4;
+
+  __device__ static __forceinline__ int at(int row, int column) {
+    return row * STRIDE + (MOVED ? column ^ ((row & 1) << 4 | (row & 2) << 2) : column);
+  }
 };
 
 // What is said of a row: the maximum of the scores in log2 units, and the sum beside it.
@@ -39,7 +45,8 @@ __device__ __forceinline__ void leave_rows(unsigned char* area, RowState* states
   for (int half = 0; half < 2; ++half) {
     if (half * 8 >= count) return;
     const int row = lane / 4 + half * 8, t = lane % 4;
-    float* const target = reinterpret_cast<float*>(area) + row * WarpRows<HEAD_DIM>::STRIDE;
+    float* const target = reinterpret_cast<float*>(area);
+    const auto at = [&](int column) { return target + WarpRows<HEAD_DIM>::at(row, column); };
     const float sum = softmax.total(0, half);
     if (t == 0) states[row] = {softmax.top(0, half, scale_log2), sum};
 #pragma unroll
@@ -47,10 +54,10 @@ __device__ __forceinline__ void leave_rows(unsigned char* area, RowState* states
       const float* const x = &acc[0][n][2 * half];
       const float* const y = &acc[0][n + 1][2 * half];
       if (QUANTIZED) {
-        *reinterpret_cast<float4*>(target + n * 8 + 4 * t) = make_float4(x[0], y[0], x[1], y[1]);
+        *reinterpret_cast<float4*>(at(n * 8 + 4 * t)) = make_float4(x[0], y[0], x[1], y[1]);
       } else {
-        *reinterpret_cast<float2*>(target + n * 8 + 2 * t) = make_float2(x[0], x[1]);
-        *reinterpret_cast<float2*>(target + n * 8 + 8 + 2 * t) = make_float2(y[0], y[1]);
+        *reinterpret_cast<float2*>(at(n * 8 + 2 * t)) = make_float2(x[0], x[1]);
+        *reinterpret_cast<float2*>(at(n * 8 + 8 + 2 * t)) = make_float2(y[0], y[1]);
       }
     }
   }
@@ -78,11 +85,10 @@ __device__ __forceinline__ float weight(float x, float top) {
   return x == NEG_INFINITY ? 0.f : exp2_fast(x - top);
 }
 
-// Of GROUPS warps that saw the same row: areas `area_step` bytes apart, states `state_step` apart.
-template <int HEAD_DIM, int GROUPS>
-__device__ __forceinline__ Quad merge_warps(const unsigned char* area, int area_step,
-                                            const RowState* states, int state_step, int row,
-                                            int column, float scale) {
+// Of GROUPS warps that saw the same row: warp i left it at area(i), states lie `state_step` apart.
+template <int HEAD_DIM, int GROUPS, typename Area>
+__device__ __forceinline__ Quad merge_warps(const Area& area, const RowState* states,
+                                            int state_step, int row, int column, float scale) {
   float top = NEG_INFINITY, sum = 0.f;
 #pragma unroll
   for (int i = 0; i < GROUPS; ++i) top = fmaxf(top, states[i * state_step + row].top);
@@ -92,9 +98,9 @@ __device__ __forceinline__ Quad merge_warps(const unsigned char* area, int area_
     const RowState state = states[i * state_step + row];
     const float by = weight(state.top, top);
     sum = fmaf(by, state.sum, sum);
-    const float* const x = reinterpret_cast<const float*>(area + i * area_step);
+    const float* const x = reinterpret_cast<const float*>(area(i));
     add_scaled(value, by,
-               *reinterpret_cast<const float4*>(x + row * WarpRows<HEAD_DIM>::STRIDE + column));
+               *reinterpret_cast<const float4*>(x + WarpRows<HEAD_DIM>::at(row, column)));
   }
   return scaled(value, sum, top, scale);
 }

@@ -67,6 +67,8 @@ struct QueryCopy {
   static_assert(COUNT * THREADS == Tile::ROWS * CHUNKS, "every thread has as many chunks");
   uint4 chunks[COUNT];
 
+  __device__ __forceinline__ QueryCopy() {}  // to be assigned
+
   // Rows and columns that there are not are zeros.
   template <typename T>
   __device__ __forceinline__ QueryCopy(const RowTile& tile, const T* __restrict__ q,

@@ -1,5 +1,5 @@
-// Attention on codes by wgmma: where tiles of bytes lie in shared memory, the products, and a softmax
-// whose scores have scales of their own. Keys of V^T are in the order of attention/codes.cuh, so no
+// Attention on codes by wgmma: the products of tiles that are bytes (code_rows.cuh), and a softmax whose
+// scores have scales of their own. Keys of V^T are in the order of attention/codes.cuh, so no
 // score changes its lane on the way to the second product.
 #pragma once
 #include "ptx/bulk.cuh"
@@ -14,79 +14,9 @@
 #include "ptx/wgmma_bytes.cuh"
 #include "tile/swizzle.cuh"
 #include "attention/codes.cuh"
+#include "attention/packed_codes.cuh"
 #include "attention/sm90/products.cuh"
 #include "attention/sm90/span.cuh"
-
-// ROWS rows of BYTES codes in panels as wide as a swizzle: a row of a panel has 128, 64 or 32 bytes.
-template <int ROWS_, int BYTES_>
-struct CodeTile {
-  static constexpr int ROWS = ROWS_;
-  static constexpr int PANEL_COLUMNS = BYTES_ % 128 == 0 ? 128 : BYTES_ % 64 == 0 ? 64 : 32;
-  static constexpr int PANELS = BYTES_ / PANEL_COLUMNS, PANEL_BYTES = ROWS * PANEL_COLUMNS;
-  static constexpr int ROW_BYTES = PANEL_COLUMNS, BYTES = ROWS * BYTES_;
-  static constexpr int CHUNKS = ROW_BYTES / 16;
-  static_assert(BYTES_ % 32 == 0 && ROWS % 8 == 0, "whole products, whole swizzles");
-
-  // Descriptor of the k-th 32 columns, in units of 16 bytes from that of the first.
-  static constexpr int step(int k) {
-    return (k * 32 / PANEL_COLUMNS * PANEL_BYTES + k * 32 % PANEL_COLUMNS) >> 4;
-  }
-  __device__ static __forceinline__ u64 operand(u32 address) {
-    return wgmma_bytes_tile<PANEL_COLUMNS>(address);
-  }
-};
-
-// V^T in codes, or V in 16 bits.
-template <bool CODES, int BLOCK_K, int HEAD_DIM>
-struct ValueTile : CodeTile<HEAD_DIM, BLOCK_K> {};
-template <int BLOCK_K, int HEAD_DIM>
-struct ValueTile<false, BLOCK_K, HEAD_DIM> : SwizzledTile<BLOCK_K, HEAD_DIM> {
-  __device__ static __forceinline__ u64 operand(u32 address) {
-    return wgmma_tile(address, SwizzledTile<BLOCK_K, HEAD_DIM>::PANEL_BYTES);
-  }
-};
-
-// Rings of Q, K and V, each warp's staged output or (ASIDE) its sums in fp32, barriers.
-template <int BLOCK_Q_, int BLOCK_K_, int HEAD_DIM, bool V_CODES, bool ASIDE, int Q_STAGES_,
-          int STAGES_, int GUARD>
-struct CodeRings {
-  static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_, COLUMNS = HEAD_DIM;
-  static constexpr int Q_STAGES = Q_STAGES_, STAGES = STAGES_;
-  static constexpr int K_STAGES = STAGES, V_STAGES = STAGES, SCORE_STAGES = 1;
-  using QTile = CodeTile<BLOCK_Q, HEAD_DIM>;
-  using KTile = CodeTile<BLOCK_K, HEAD_DIM>;
-  using VTile = ValueTile<V_CODES, BLOCK_K, HEAD_DIM>;
-  using OTile = SwizzledTile<16, HEAD_DIM>;  // of a warp
-  static constexpr int O_WARP = 16 * HEAD_DIM * (ASIDE ? 4 : 2);
-
-  static constexpr int Q_STAGE = QTile::BYTES + GUARD, K_STAGE = KTile::BYTES + GUARD;
-  static constexpr int V_SCALES = VTile::BYTES;  // of a stage: scales of columns come with a tile
-  static constexpr int V_STAGE = VTile::BYTES + (V_CODES ? 1024 : 0) + GUARD;
-  static constexpr int K = Q_STAGES * Q_STAGE, V = K + K_STAGES * K_STAGE;
-  static constexpr int O = V + V_STAGES * V_STAGE, BARRIERS = O + BLOCK_Q / 16 * O_WARP + GUARD;
-};
-
-// Where a ring stands after `count` steps: ring_place of numbers that are not negative.
-template <int SIZE>
-__device__ __forceinline__ RingPlace<SIZE> place_of(int count) {
-  return {static_cast<int>(static_cast<u32>(count) % SIZE),
-          static_cast<int>(static_cast<u32>(count) / SIZE % 2)};
-}
-
-// Which keys a tile of queries sees: a band of those there are.
-template <int BLOCK_Q, int BLOCK_K>
-struct BandSpan;
-template <int BLOCK_Q, int BLOCK_K>
-struct SpanOf<BandSpan<BLOCK_Q, BLOCK_K>> {
-  static constexpr bool PAGED = false, PARTED = false;
-  int seqlen_q, seqlen_k, left, right;
-
-  __device__ __forceinline__ FormSpan<BLOCK_Q, BLOCK_K, false> operator()(
-      const WorkItem<BLOCK_Q>& place) const {
-    return {place.q0, SequenceRows<false>(0, seqlen_q), SequenceRows<false>(0, seqlen_k), left,
-            right};
-  }
-};
 
 // ---------------------------------------------------------------- products
 
@@ -330,31 +260,16 @@ __device__ __forceinline__ void round_to_e4m3(u32 (&p)[N / 4][4], const float (&
     }
 }
 
-// Columns of the output times scales of their own, which are in shared memory; what lies behind
-// `columns` (a multiple of eight) is nobody's.
-template <int COLUMNS>
-__device__ __forceinline__ void scale_columns(float (&acc)[1][COLUMNS][4], u32 scales, int columns,
-                                              int lane) {
-#pragma unroll
-  for (int n = 0; n < COLUMNS; ++n) {
-    const u32 at = scales + (min(n * 8, columns - 8) + lane % 4 * 2) * 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float by = __uint_as_float(load_shared_word(at + i * 4));
-      acc[0][n][i] *= by, acc[0][n][i + 2] *= by;
-    }
-  }
-}
-
 // Sums of P V in fp32 that a lane keeps in its warp's room, where the output is staged in the end: what
 // the tensor core has added up so far is added to them now and then.
 template <int N>
 struct SumsAside {
   bool any = false;
 
-  // They become (they + acc) * by, and acc 0.
-  __device__ __forceinline__ void add(float (&acc)[1][N][4], const float (&by)[2], u32 room,
-                                      int lane) {
+  // They become (they + acc) * by, where that is anything, and acc 0; `left` again.
+  __device__ __forceinline__ int add(float (&acc)[1][N][4], bool rescale,
+                                     const float (&correction)[2], int left, u32 room, int lane) {
+    const float by[2] = {rescale ? correction[0] : 1.f, rescale ? correction[1] : 1.f};
     if (!any) {  // the last output is read from there
       if (lane == 0) bulk_wait_read();
       __syncwarp();
@@ -369,6 +284,7 @@ struct SumsAside {
       store_shared_floats(at, sum);
     }
     any = true;
+    return left;
   }
 
   // acc += them.

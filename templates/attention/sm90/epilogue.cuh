@@ -55,6 +55,22 @@ __device__ __forceinline__ void store_rows(T* o, const Strides& strides, int hea
   __syncwarp();
 }
 
+// The same a chunk at a time, where scores of the next tile are in registers meanwhile.
+template <typename OTile, typename T>
+__device__ __forceinline__ void store_staged_rows(T* o, i64 stride, u32 warp_o_tile, int lane,
+                                                  int rows, int columns) {
+  constexpr int CHUNKS = OTile::COLUMNS / 8;
+#pragma unroll 1
+  for (int i = lane; i < rows * CHUNKS; i += WARP_SIZE) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS;
+    if (chunk * 8 >= columns) continue;
+    const u32 at = warp_o_tile + chunk / OTile::CHUNKS * OTile::PANEL_BYTES +
+                   OTile::offset(row, chunk % OTile::CHUNKS);
+    *reinterpret_cast<uint4*>(o + row * stride + chunk * 8) = load_shared_chunk(at);
+  }
+  __syncwarp();
+}
+
 // What this thread's stores read from a tile has been read: the tile may be written again.
 __device__ __forceinline__ void release_staged(u32 empty) {
   bulk_wait_read();

@@ -1,8 +1,11 @@
 // Codes of keys and values in pages on their way to wgmma: TMA brings a tile of bytes into a ring of
-// its own, and three warps of the producer store it as the 16-bit tile that products read. A code is
+// its own, and warps beside the one that asks for it store it as the 16-bit tile that products read. A code is
 // a number of fp16 and of bf16, exactly; scales of heads belong to the scores and to the output.
 //
 //   tiles are brought, and made numbers, as consumers ask for them:   K_n  K_(n-1) V_n  ...  V_first
+//
+// A thread asks for several chunks before it widens the first, as shared memory is far, and its rows
+// are whole eights apart, so that each address is a register and a constant.
 //
 // Each thread takes 16 codes at a time, two chunks of the tile. Eight neighbours have half a swizzled
 // row of codes of each of two rows, r and r ^ 5: they read 32 banks, as the rows differ in bit 2, and
@@ -15,8 +18,6 @@
 #include "ptx/proxy_fence.cuh"
 #include "kv/e4m3.cuh"
 #include "attention/sm90/work.cuh"
-
-constexpr int WIDENING_WARPS = 3;
 
 // Rows of bytes as TMA brings them: panels of 128, swizzled as 16-bit tiles are (tile/swizzle.cuh), or
 // rows of another width one behind another.
@@ -39,6 +40,10 @@ struct ByteTile {
 template <typename T, typename S>
 struct WideCodes;
 
+// A word of which ptxas does not know what it is: else it would put it into the instruction, and the
+// selector of each PRMT, which has room for one of them, into a register.
+__device__ __forceinline__ u32 word_in_register(u32 word) { return word | gridDim.x >> 31; }
+
 // 0x4300 + the low seven bits is 128 more than they are in bf16, and 0x4300 + the eighth bit is 128
 // or, for a negative code, 256.
 template <>
@@ -47,8 +52,8 @@ struct WideCodes<bf16, i8> {
     return subtract_pairs<bf16>(raised & 0xff7fff7fu, raised & 0xff80ff80u);
   }
   static __device__ __forceinline__ uint2 of(u32 codes) {
-    return {pair(__byte_perm(codes, 0x43434343u, 0x4140)),
-            pair(__byte_perm(codes, 0x43434343u, 0x4342))};
+    const u32 high = word_in_register(0x43434343u);
+    return {pair(__byte_perm(codes, high, 0x4140)), pair(__byte_perm(codes, high, 0x4342))};
   }
 };
 
@@ -57,8 +62,9 @@ template <>
 struct WideCodes<fp16, i8> {
   static __device__ __forceinline__ uint2 of(u32 codes) {
     const u32 raised = codes ^ 0x80808080u, zero = 0x64806480u;  // 1152
-    return {subtract_pairs<fp16>(__byte_perm(raised, 0x64646464u, 0x4140), zero),
-            subtract_pairs<fp16>(__byte_perm(raised, 0x64646464u, 0x4342), zero)};
+    const u32 high = word_in_register(0x64646464u);
+    return {subtract_pairs<fp16>(__byte_perm(raised, high, 0x4140), zero),
+            subtract_pairs<fp16>(__byte_perm(raised, high, 0x4342), zero)};
   }
 };
 
@@ -117,44 +123,77 @@ __device__ __forceinline__ void widen_chunk(uint4& first, uint4& second, const u
   first = make_uint4(a.x, a.y, b.x, b.y), second = make_uint4(c.x, c.y, d.x, d.y);
 }
 
-// A tile of codes -> Tile, of which the first `rows` rows are wanted and the others become zeros. By
-// thread `thread` of WIDENING_WARPS warps: four have a panel's 64 codes of a row, the next four those
-// of another row, then come other panels and rows.
-template <typename T, typename S, typename Tile, typename Codes, bool WHOLE>
+// Who has what of a tile: four threads a panel's 64 codes of a row, the next four those of another
+// row, then come other panels, as far as the next rows of a thread are whole eights further: then all
+// of its addresses are one and constants.
+template <typename Tile, int THREADS>
+struct WideningRows {
+  static constexpr bool BESIDE = THREADS % (32 * Tile::PANELS) == 0;
+  static constexpr int PANELS = BESIDE ? Tile::PANELS : 1;  // of which threads have their own
+  static constexpr int STEP = THREADS / (4 * PANELS);
+  static_assert(STEP % 8 == 0, "the swizzle repeats every eight rows");
+  int row, panel, column;  // the first row; the panel; which of the four
+
+  __device__ __forceinline__ explicit WideningRows(int thread)
+      : panel(thread / 8 % PANELS), column(thread % 4) {
+    const int i = thread / (8 * PANELS) * 2 + thread / 4 % 2;
+    row = (i & ~7) + (i % 8 / 2 ^ i % 2 * 5);  // each of eight once
+  }
+};
+
+// A tile of codes -> Tile, of which the first `rows` rows are wanted and the others become zeros.
+// AT_ONCE: chunks that a thread has under way.
+template <typename T, typename S, typename Tile, typename Codes, int THREADS, int AT_ONCE,
+          bool WHOLE>
 __device__ __forceinline__ void widen_rows(u32 to, u32 from, int rows, int thread) {
-  constexpr int THREADS = WIDENING_WARPS * WARP_SIZE, STEP = THREADS / (4 * Tile::PANELS);
-  const int column = thread % 4, panel = thread / 8 % Tile::PANELS;
-  const int first = thread / (8 * Tile::PANELS) * 2 + thread / 4 % 2;
-  to += panel * Tile::PANEL_BYTES;
-#pragma unroll 4
-  for (int i = first; i < Tile::ROWS; i += STEP) {
-    const int row = (i & ~7) + (i % 8 / 2 ^ i % 2 * 5);  // each of eight once
-    uint4 codes = make_uint4(0, 0, 0, 0), low, high;
-    if (WHOLE || row < rows)
-      codes = load_shared_chunk(from + Codes::offset(row, panel * 4 + column));
-    widen_chunk<T, S>(low, high, codes);
-    const u32 place = to + Tile::offset(row, 2 * column);
-    store_shared_chunk(place, low);
-    store_shared_chunk(place ^ 16, high);
+  using Rows = WideningRows<Tile, THREADS>;
+  const Rows own(thread);
+  to += Tile::offset(own.row, 2 * own.column);
+#pragma unroll 1
+  for (int panel = own.panel; panel < Tile::PANELS; panel += Rows::PANELS) {
+    u32 source = from + Codes::offset(own.row, panel * 4 + own.column);
+    u32 target = to + panel * Tile::PANEL_BYTES;
+#pragma unroll 1
+    for (int row = own.row; row < Tile::ROWS; row += AT_ONCE * Rows::STEP) {
+      uint4 codes[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        codes[i] = make_uint4(0, 0, 0, 0);
+        if (row + i * Rows::STEP < (WHOLE ? Tile::ROWS : rows))
+          codes[i] = load_shared_chunk(source + i * Rows::STEP * Codes::ROW_BYTES);
+      }
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        if (i > 0 && row + i * Rows::STEP >= Tile::ROWS) break;
+        uint4 low, high;
+        widen_chunk<T, S>(low, high, codes[i]);
+        store_shared_chunk(target + i * Rows::STEP * Tile::ROW_BYTES, low);
+        store_shared_chunk((target ^ 16) + i * Rows::STEP * Tile::ROW_BYTES, high);
+      }
+      source += AT_ONCE * Rows::STEP * Codes::ROW_BYTES;
+      target += AT_ONCE * Rows::STEP * Tile::ROW_BYTES;
+    }
   }
 }
-template <typename T, typename S, typename Tile, typename Codes>
+template <typename T, typename S, typename Tile, typename Codes, int THREADS, int AT_ONCE>
 __device__ __forceinline__ void widen_tile(u32 to, u32 from, int rows, int thread) {
-  static_assert(WIDENING_WARPS * WARP_SIZE % (8 * Tile::PANELS) == 0, "a thread has one panel");
   if (rows >= Tile::ROWS)
-    widen_rows<T, S, Tile, Codes, true>(to, from, rows, thread);
+    widen_rows<T, S, Tile, Codes, THREADS, AT_ONCE, true>(to, from, rows, thread);
   else
-    widen_rows<T, S, Tile, Codes, false>(to, from, rows, thread);
+    widen_rows<T, S, Tile, Codes, THREADS, AT_ONCE, false>(to, from, rows, thread);
   proxy_fence();
   __syncwarp();
 }
 
-// Codes S in pages, which become T.
-template <typename Rings, typename T, typename S>
+// Codes S in pages, which become T. GROUPS: warpgroups of the block that do nothing else, behind the
+// consumers; all warps of the producer but one help. AT_ONCE: chunks that a thread has under way.
+template <typename Rings, typename T, typename S, int GROUPS, int AT_ONCE>
 struct PageCodes {
-  static constexpr int WARPS = WIDENING_WARPS;  // of the producer, that make K and V of them
   using KTile = typename Rings::KTile;
   using VTile = typename Rings::VTile;
+  // That make K and V: in the producer's warpgroup, and in all. Six, not seven: see WideningRows.
+  static constexpr int HELPERS = GROUPS > 0 ? 2 : 3;
+  static constexpr int WARPS = HELPERS + 4 * GROUPS, THREADS = WARPS * WARP_SIZE;
   using KCodes = ByteTile<KTile::ROWS, KTile::COLUMNS>;
   using VCodes = ByteTile<VTile::ROWS, VTile::COLUMNS>;
   using Place = RingPlace<Rings::CODE_STAGES>;
@@ -182,7 +221,7 @@ struct PageCodes {
     const bool arrives = threadIdx.x % WARP_SIZE == 0;
     const auto take = [&](auto tile, auto bytes, u32 to, u32 full, int rows) {
       mbarrier_wait(barriers.codes_full(codes.stage), codes.parity);
-      widen_tile<T, S, decltype(tile), decltype(bytes)>(
+      widen_tile<T, S, decltype(tile), decltype(bytes), THREADS, AT_ONCE>(
           to, shared + Rings::CODES + codes.stage * Rings::CODE_STAGE, rows, thread);
       if (arrives) mbarrier_arrive(full);
       release(codes, barriers.codes_empty(codes.stage), arrives);
@@ -210,8 +249,8 @@ struct PageCodes {
     }
     // Consumers multiply one K more before they know that there was none: zeros.
     mbarrier_wait(barriers.k_empty(k_place.stage), k_place.parity ^ 1);
-    widen_tile<T, S, KTile, KCodes>(shared + Rings::K + k_place.stage * Rings::K_STAGE, 0, 0,
-                                    thread);
+    widen_tile<T, S, KTile, KCodes, THREADS, AT_ONCE>(
+        shared + Rings::K + k_place.stage * Rings::K_STAGE, 0, 0, thread);
     if (arrives) mbarrier_arrive(barriers.k_full(k_place.stage));
   }
 };

@@ -29,9 +29,12 @@ struct AttentionWorkItems {
         count(whole * parts),
         counters(drawn) {}
 
-  __device__ __forceinline__ int heads() const { return heads_q * batch; }
+  static constexpr bool FIRST_DRAWN = false;  // a block's first is its own index
+  __device__ __forceinline__ int draw() const { return draw_work(counters, count); }
   template <typename Item>
-  __device__ __forceinline__ void name_sequence(Item&) const {}
+  __device__ __forceinline__ Item item(int number) const {
+    return Item(number, blocks_q, heads_q, heads_q * batch, section_heads);
+  }
 };
 
 // The same of some of the sequences: `list` is how many, then which; the kernel before makes it.
@@ -47,10 +50,11 @@ struct ListedWorkItems : AttentionWorkItems {
     whole = blocks * heads * list[0], count = whole * parts;
   }
 
-  __device__ __forceinline__ int heads() const { return heads_q * max(list[0], 1); }
   template <typename Item>
-  __device__ __forceinline__ void name_sequence(Item& piece) const {
-    if (list[0] > 0) piece.batch = list[1 + piece.batch];
+  __device__ __forceinline__ Item item(int number) const {
+    Item found(number, blocks_q, heads_q, heads_q * max(list[0], 1), section_heads);
+    if (list[0] > 0) found.batch = list[1 + found.batch];
+    return found;
   }
 };
 
@@ -98,9 +102,12 @@ struct AttentionProducer {
       lead(works, q_map, k_map, v_map, tail_parity);
     } else if (Codes::WARPS > 0) {
       if constexpr (Codes::WARPS > 0) {
+        if (warp > Codes::HELPERS && warp < 4) return;
         RingPlace<SLOTS> slot;
+        const int of_group = Codes::THREADS - (blockDim.x - threadIdx.x);  // the block's last warps
         Codes{barriers, shared}.widen(
-            works.batch, threadIdx.x - WARP_SIZE, [&] { return take_work<true>(slot); }, span_of);
+            works.batch, warp < 4 ? threadIdx.x - WARP_SIZE : of_group,
+            [&] { return take_work<true>(slot); }, span_of);
       }
     } else if (warp == 1 && (VARLEN || elect_one())) {
       tma_prefetch(v_map);
@@ -126,15 +133,15 @@ struct AttentionProducer {
     RingPlace<SLOTS> slot;
     RingPlace<Rings::Q_STAGES> q_place;
     tma_prefetch(q_map), tma_prefetch(k_map);
-    for (int number = blockIdx.x;; number = next_number(works)) {
+    const int first = Works::FIRST_DRAWN ? next_number(works) : blockIdx.x;
+    for (int number = first;; number = next_number(works)) {
       // Consumers begin with the next tile before they know whether there is one: so the last is
       // followed by one outside the tensors, which comes as zeros.
       const bool last = number >= works.count;
       int part = 0, within = last ? 0 : number;
       if (SpanOf::PARTED) part = within / works.whole, within -= part * works.whole;
-      Item piece(within, works.blocks_q, works.heads_q, works.heads(), works.section_heads);
+      Item piece = works.template item<Item>(within);
       piece.part = part;
-      works.name_sequence(piece);
       const auto range = span_of(piece);
       // Tiles past the end of their sequence are nobody's.
       if (VARLEN && !last && piece.q0 >= range.seqlen_q) continue;
@@ -244,8 +251,9 @@ struct AttentionProducer {
     place.advance();
   }
 
-  __device__ __forceinline__ int next_number(const AttentionWorkItems& works) const {
-    const int number = asks ? draw_work(works.counters, works.count) : 0;
+  template <typename Works>
+  __device__ __forceinline__ int next_number(const Works& works) const {
+    const int number = asks ? works.draw() : 0;
     return VARLEN ? __shfl_sync(FULL_MASK, number, 0) : number;
   }
 };

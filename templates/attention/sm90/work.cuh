@@ -40,7 +40,7 @@ struct Barriers {  // addresses
 
   // By one thread; the others wait for it. `arrays`: 0, or how many come with each tile of scores.
   // WIDENING: 0, or warps that make K and V of codes.
-  template <int Q_STAGES, int CONSUMERS, int WIDENING = 0>
+  template <int Q_STAGES, int CONSUMERS, int WIDENING = 0, int CODE_STAGES = 0>
   __device__ __forceinline__ void begin(bool tails, int arrays) const {
 #pragma unroll
     for (int stage = 0; stage < Q_STAGES; ++stage) {
@@ -66,7 +66,7 @@ struct Barriers {  // addresses
       mbarrier_init(scores_empty(stage), CONSUMERS * 4);
     }
 #pragma unroll
-    for (int stage = 0; stage < 2 && WIDENING > 0; ++stage) {
+    for (int stage = 0; stage < CODE_STAGES; ++stage) {
       mbarrier_init(codes_full(stage), 1);
       mbarrier_init(codes_empty(stage), WIDENING);
     }

@@ -16,6 +16,7 @@ ALONE = {"kernel": OP + "keys", "params": {"tile": (64, 64, 4, 1, 2), "aligned":
 SHARED = {"kernel": OP + "keys", "params": {"tile": (64, 32, 2, 2, 2), "aligned": True}}
 ONE_STAGE = {"kernel": OP + "keys", "params": {"tile": (32, 32, 2, 2, 1), "aligned": True}}
 SUMS = {"kernel": OP + "sums", "params": {"tile": (64, 32, 2, 2, 2)}}
+ORDERED = {"kernel": OP + "ordered", "params": {"tile": (64, 32, 2, 2, 2)}}
 DQ = {"kernel": OP + "queries", "params": {"tile": (32, 32, 2, 2), "aligned": True}}
 KEYS_FP32 = {"kernel": OP + "keys_fp32", "params": {"tile": (32, 32, 2), "aligned": True}}
 ROWS = {"kernel": OP + "rows", "params": {"aligned": True}}
@@ -31,6 +32,11 @@ BUGS = (
     Bug("warps of other keys meet", KEYS, "(1 + warp % WARPS_K)", "(1 + warp / WARPS_C)",
         by="race", **SHARED),
     Bug("dS of the other warps is not waited for", KEYS, SYNC, "", nth=2, by="race", **SUMS),
+    Bug("a block adds before its turn", K + "backward/ordered.cu", "wait_for_turn(turns",
+        "if (false) wait_for_turn(turns",
+        by="race", problem={"seqlen_k": 140}, **ORDERED),
+    Bug("the first one adds to what is not there", K + "backward/ordered.cu", "k0 == 0);", "false);",
+        by="numbers", **ORDERED),
     Bug("dK over K that is still read", KEYS, SYNC, "", nth=3, by="race", **SUMS),
     Bug("the ring begins inside dS", LAYOUT, "RING = DS + (SHARES_DS ? PTile::BYTES",
         "RING = DS + (SHARES_DS ? PTile::BYTES - 512", by="memory", **SHARED),

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import fkjit
-from fkjit.ops.attention.backward import kernels_sm90 as hopper
-from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90
+from fkjit.ops.attention.backward import schedule_sm90 as hopper
+from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90, is_paired
 
 # A thread for each thread block: it writes down (tile of all heads, block of keys, rank, turns).
 WALK = """
@@ -102,9 +102,21 @@ def assert_all_turns_come(lists):
 )
 def test_rounds_leave_few_multiprocessors_idle(heads, seqlen, slower, dim, causal):
     problem = {"seqlen_k": seqlen, "heads_kv": heads, "batch": 1, "causal": causal}
-    params = {"head_dim": dim, "deterministic": True}
-    rounds, keys = hopper._rounds(params, problem), BLOCK_K_SM90[dim]
+    params = {"head_dim": dim, "head_dim_v": dim, "deterministic": True}
+    each = 1 + is_paired(params)  # thread blocks of a cluster
+    rounds, keys = hopper.rounds_of(params, problem), each * BLOCK_K_SM90[dim]
     (used, _, _), blocks = hopper.grid(params, problem), -(-seqlen // keys)
-    members = -(-blocks // rounds)
+    members = each * -(-blocks // rounds)
     assert 0 < used <= 132 and used % members == 0
-    assert rounds * -(-heads // (used // members)) <= slower * heads * blocks / 132
+    assert rounds * -(-heads // (used // members)) <= slower * heads * blocks * each / 132
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen", "drawn"), [((16, 16), 3000, True), ((16, 4), 3000, False), ((8, 8), 900, False)]
+)
+def test_causal_blocks_are_drawn_where_there_are_several_a_multiprocessor(heads, seqlen, drawn):
+    problem = {"seqlen_k": seqlen, "heads_q": heads[0], "heads_kv": heads[1], "batch": 1}
+    params = {"head_dim": 128, "deterministic": True}
+    assert hopper.draws(params, {**problem, "causal": True}) is drawn
+    assert not hopper.draws(params, {**problem, "causal": False})
+    assert not hopper.draws({**params, "head_dim": 256, "head_dim_v": 256}, {**problem, "causal": 1})

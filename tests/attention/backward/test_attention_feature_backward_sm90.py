@@ -113,8 +113,7 @@ WIDE = {
 @ONLY_WITH_EVERY_VARIANT  # the sweep has a variant with most of them
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("options", WIDE.values(), ids=WIDE)
-def test_above_head_dimension_128(options, deterministic, launched, monkeypatch):
-    monkeypatch.setattr("fkjit.ops.attention.backward.select._allowed", lambda *_: ("auto",))
+def test_above_head_dimension_128(options, deterministic, launched):
     *given, dout = tensors(2, 1, 70, 130, 200, 136, "bf16")
     check(given, dout, options, mine={"deterministic": deterministic})
     assert "flash_wide_sm90" in launched
@@ -172,10 +171,10 @@ def test_forms_that_are_not_swept_spill_no_registers(form):
 
 
 @pytest.mark.parametrize(
-    ("form", "deterministic"), [("window", True), ("alibi mask varlen", False)]
+    ("form", "dim_v"), [("window", 128), ("alibi mask varlen", 192), ("softcap", 256)]
 )
-def test_nor_do_those_above_head_dimension_128(form, deterministic):
-    assert_no_spills(FLASH_WIDE_SM90, 256, deterministic, form)
+def test_nor_do_those_above_head_dimension_128(form, dim_v):
+    assert_no_spills(FLASH_WIDE_SM90, max(dim_v, 192), True, form, head_dim_v=dim_v)
 
 
 def test_a_wide_soft_cap_is_taken_in_order_as_it_spills_otherwise():
@@ -184,8 +183,9 @@ def test_a_wide_soft_cap_is_taken_in_order_as_it_spills_otherwise():
     assert [sm90.in_order({**one, "head_dim": dim}, options) for dim in (128, 256)] == [False, True]
 
 
-def assert_no_spills(spec, head_dim, deterministic, form):
+def assert_no_spills(spec, head_dim, deterministic, form, **more):
     params = {"dtype": "fp16", "head_dim": head_dim, "deterministic": deterministic, "form": form}
+    params |= more
     with quiet():
         made = build(with_features(spec, form), params, target("sm_90a")).meta
     assert made["resources"]["spill_stores"] == 0 and not made["problems"]
@@ -267,11 +267,12 @@ def test_a_score_mod_with_a_derivative(dim, launched):
         (32, 4096, False, 192, True),
         (4, 700, False, 192, False),
         (32, 4096, False, 256, False),
+        (8, 4096, True, 256, False),
     ],
 )
 def test_sums_in_any_order_are_ordered_where_that_is_faster(heads_kv, seqlen, causal, dim, ordered):
     sizes = {"heads_q": 32, "heads_kv": heads_kv, "seqlen_q": seqlen, "seqlen_k": seqlen}
-    sizes |= {"head_dim": dim}
+    sizes |= {"head_dim": dim, "head_dim_v": dim}
     one = {**PROBLEM, **sizes, "causal": causal}
     assert sm90.in_order(one, Options(deterministic=False)) is ordered
     assert sm90.in_order(one, Options(deterministic=True))

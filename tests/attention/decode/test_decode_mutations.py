@@ -17,8 +17,11 @@ FOUR = {"kernel": ONE["kernel"], "params": {**ONE["params"], "rows": 64}}
 CODES = {"kernel": ONE["kernel"], "params": {**ONE["params"], "storage": "int8"}}
 FORM = {"kernel": "decode_form.split",
         "params": {**ONE["params"], "dtype": "bf16", "form": SHIPPED[1]}}  # fmt: skip
+AHEAD = {"kernel": ONE["kernel"],
+         "params": {**ONE["params"], "head_dim": 128, "tile": (8, 16, 2, 1)}}  # fmt: skip
 CUT_FORM = {"window": (500, 0), "blocks": 4}
 CUT = {"lengths": [33, 0, 300], "longest": 300, "table_width": 19, "num_pages": 59, "blocks": 4}
+SEVERAL = {**CUT, "blocks": 1}
 
 BUGS = (
     Bug("no barrier before Q is read", K, SYNC, "", nth=1, by="race", **ONE),
@@ -29,14 +32,19 @@ BUGS = (
         by="race", **ONE),
     Bug("the group does not wait for its warps", K, "group_sync();\n      if", "if", by="race",
         **FOUR),
-    Bug("the ring is one step short", K, "step % STAGES * STAGE_BYTES;\n      copy_step",
-        "step % (STAGES - 1) * STAGE_BYTES;\n      copy_step", by="race", **FOUR),
-    Bug("outputs over the ring of slow warps", K, "group_sync();\n    leave_rows", "leave_rows",
-        by="race", **FOUR),
+    Bug("the ring is one step short", D + "segment_keys.cuh",
+        "step % STAGES * STAGE_BYTES;\n    copy_step",
+        "step % (STAGES - 1) * STAGE_BYTES;\n    copy_step", by="race", **FOUR),
+    Bug("outputs over the ring of slow warps", K, "group_sync();\n    const bool more",
+        "const bool more", by="race", **FOUR),
+    Bug("outputs where the next keys come", K, "OUTPUTS = AHEAD_STEPS * STAGE_BYTES",
+        "OUTPUTS = 0", by="race", problem=SEVERAL, **AHEAD),
+    Bug("the next keys are the last ones", K, "place.advance(sequences, segment.end, unit_log2);",
+        "", by="numbers", problem=SEVERAL, **AHEAD),
     Bug("parts are counted without order", "templates/ptx/atomic.cuh", "atom.acq_rel",
         "atom.relaxed", nth=1, by="race", **ONE),
-    Bug("a page too far in the table", K, "key < end_key ? pages.page(key)",
-        "key < end_key + 64 ? pages.page(key)", by="memory", **ONE),
+    Bug("a page too far in the table", D + "segment_keys.cuh", "at < end ? pages.page(at)",
+        "at < end + 64 ? pages.page(at)", by="memory", **ONE),
     Bug("a sequence too many", D + "schedule.cuh", "number < all.batch", "number <= all.batch",
         by="memory", **ONE),
     Bug("the first part left out", D + "merge.cuh", "first = 0; first < count",
@@ -52,10 +60,10 @@ BUGS = (
     Bug("a crew's heads share their slots", D + "schedule.cuh",
         "return number * crew.size + crew.member();", "return number * crew.size;", by="race",
         problem=CUT, **ONE),
-    Bug("every part has the sink", K, "SINKS && unit == segment.head_begin && group == 0",
+    Bug("every part has the sink", K, "SINKS && segment.unit == segment.head_begin && group == 0",
         "SINKS && group == 0", by="numbers", problem=CUT_FORM, **FORM),
-    Bug("every group has the sink", K, "SINKS && unit == segment.head_begin && group == 0",
-        "SINKS && unit == segment.head_begin", by="numbers", **FORM),
+    Bug("every group has the sink", K, "SINKS && segment.unit == segment.head_begin && group == 0",
+        "SINKS && segment.unit == segment.head_begin", by="numbers", **FORM),
     Bug("a window that begins a step late", D + "schedule.cuh", "/ ROUND * ROUND;",
         "/ ROUND * ROUND + ROUND;", by="numbers", **FORM),
     Bug("codes without their scale", K, "(SCALED ? k_scale[kv_head] : 1.f)", "1.f", by="numbers",

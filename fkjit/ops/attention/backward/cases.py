@@ -308,3 +308,29 @@ DKDV_DQ = Verification(
     reference=_sum_reference,
     tolerance=tolerance,
 )
+
+
+def _ordered_outputs(params: Params, problem: Problem) -> Arrays:
+    """Sums are poisoned where there is a tile: the first block to come stores."""
+    sums = np.full(backward.sums_shape(problem), np.nan, np.float32)
+    block_q = params["tile"][1]
+    sums[..., -(-problem["seqlen_q"] // block_q) * block_q :, :] = 0
+    return {
+        **outputs(params, problem, ("dk", "dv")), "dq_sum": sums,
+        "turns": np.zeros(backward.order_shape(problem), np.uint32),
+        "counters": np.zeros(1, np.uint32),
+    }  # fmt: skip
+
+
+def _ordered_reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
+    left = {"turns": np.zeros(backward.order_shape(problem)), "counters": np.zeros(1)}
+    return _sum_reference(problem, arrays) | left
+
+
+DKDV_ORDERED = Verification(
+    problems=DKDV_DQ.problems,
+    inputs=inputs,
+    outputs=_ordered_outputs,
+    reference=_ordered_reference,
+    tolerance=tolerance,
+)

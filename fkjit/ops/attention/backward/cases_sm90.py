@@ -10,7 +10,7 @@ import numpy as np
 from fkjit.ops.attention.backward import cases
 from fkjit.ops.attention.backward import problem as backward
 from fkjit.ops.attention.backward.kernels_sm90 import width
-from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90, BLOCK_Q_SM90
+from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90, block_q_sm90
 from fkjit.ops.attention.features import parse
 from fkjit.ops.attention.shapes import PACKED_AXES
 from fkjit.spec import Arrays, Params, Problem, Verification
@@ -24,8 +24,8 @@ def _problems(params: Params, scale: str) -> Sequence[Problem]:
 
 
 def _plain_problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    block_q, block_k = BLOCK_Q_SM90[params["head_dim"]], BLOCK_K_SM90[params["head_dim"]]
-    square = {**params, "head_dim_v": params["head_dim"]}
+    block_q, block_k = block_q_sm90(params), BLOCK_K_SM90[params["head_dim"]]
+    square = {"head_dim_v": params["head_dim"], **params}
     found = cases.plain_problems(block_q, block_k, square, scale)
     if scale == "small":
         found[0] |= {"multiprocessors": 2}
@@ -36,11 +36,12 @@ def _plain_problems(params: Params, scale: str) -> list[dict[str, Any]]:
 def _feature_problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """Windows, keys that nobody sees, rows that see none; packed with an empty sequence. Rows of a
     bias in whole 16 bytes."""
-    block_q, block_k = BLOCK_Q_SM90[params["head_dim"]], BLOCK_K_SM90[params["head_dim"]]
+    block_q, block_k = block_q_sm90(params), BLOCK_K_SM90[params["head_dim"]]
     features = parse(params["form"])
     few, many = (1, 2) if scale == "small" else (5, 17)
     base = {
-        "dtype": params["dtype"], "head_dim": params["head_dim"], "head_dim_v": params["head_dim"],
+        "dtype": params["dtype"], "head_dim": params["head_dim"],
+        "head_dim_v": params.get("head_dim_v", params["head_dim"]),
         "heads_q": 2, "heads_kv": 1, "causal": False, "score_scalars": {},
         "softcap": 2.0 * features.softcap, "softmax_scale": params["head_dim"] ** -0.5,
         "multiprocessors": 2 if scale == "small" else 132,
@@ -79,7 +80,7 @@ def _inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Array
     """NaN behind the last sequence, and in rows that nobody may look at; bits of a mask."""
     made = cases.inputs(params, problem, rng)
     if "mask" in made:
-        block_q = BLOCK_Q_SM90[params["head_dim"]]
+        block_q = block_q_sm90(params)
         made["mask_bits"] = bits(block_q, problem, made["mask"])
     if "total_q" in problem:
         for side, names in zip("qk", (("q", "dout"), ("k", "v")), strict=True):
@@ -113,7 +114,7 @@ def _outputs(params: Params, problem: Problem) -> Arrays:
         found["turns"] = _order(problem).astype(np.uint32)
     start = np.nan if ordered and not packed else 0
     sums = np.full(backward.sums_shape(problem), start, np.float32)
-    block_q = BLOCK_Q_SM90[params["head_dim"]]
+    block_q = block_q_sm90(params)
     sums[..., -(-problem["seqlen_q"] // block_q) * block_q :, :] = 0
     return found | {"dq_sum": sums}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from fkjit.ops.attention.backward import problem
+from fkjit.ops.attention.backward.features import CPU_MULTIPROCESSORS
 from fkjit.ops.attention.backward.kernels_preprocess import (
     ALIGNED,
     CASES,
@@ -71,14 +72,14 @@ def rows_in_blocks(heads: str, rows: str, step: Callable[[Params], int]) -> Call
 def _spec(name: str, flops: Callable[[Problem], float], tile: str, **more: Any) -> KernelSpec:
     """What kernels on tensor cores have in common; `tile`: what its numbers are. Sums by atomics
     are only for aligned rows."""
-    aligned = () if name == "sums" else (ALIGNED,)
+    aligned = () if name in ("sums", "ordered") else (ALIGNED,)
     return KernelSpec(
         op=OP,
         name=name,
         illegal=lambda params: why_illegal(name, params),
         features=lambda params: NEEDS,
         shape_class=shape_class,
-        arguments=problem.arguments,
+        arguments=more.pop("arguments", problem.arguments),
         work=Work(flops=flops, bytes=problem.traffic, interpreter_flops=3.6e9),
         params=(HALF, *_DIMS, Param("tile", every_tile(name), tile, tunable=True), *aligned),
         **more,
@@ -108,9 +109,24 @@ def _dkdv_shared(sums: bool) -> Callable[[Params], SharedLayout]:
     return layout
 
 
-def _dkdv(name: str, doc: str) -> KernelSpec:
-    """dk and dv; `sums`: and dq, which blocks add to by atomics."""
-    sums = name == "sums"
+def heads_abreast(one: Problem) -> int:
+    """Heads whose blocks of keys are drawn one after the other: as many as run at a time, so that
+    few of one head do, and wait for one another."""
+    return min(one["batch"] * one["heads_kv"], one.get("multiprocessors", CPU_MULTIPROCESSORS))
+
+
+def _ordered_arguments(params: Params, one: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **problem.arguments(params, one, arrays),
+        "counters": arrays.get("counters"),
+        "heads_abreast": heads_abreast(one),
+    }
+
+
+def _dkdv(name: str, doc: str, entry: str = "keys", source: str = "backward_dkdv", **more: Any) -> KernelSpec:
+    """dk and dv; "sums": and dq, which blocks add to by atomics, "ordered": in a fixed order."""
+    verified = {"sums": "DKDV_DQ", "ordered": "DKDV_ORDERED"}.get(name, "DKDV")
+    sums = name in ("sums", "ordered")
 
     def derive(params: Params) -> dict[str, Any]:
         names = ("block_k", "block_q", "warps_k", "warps_c", "stages")
@@ -122,14 +138,15 @@ def _dkdv(name: str, doc: str) -> KernelSpec:
         name,
         lambda one: problem.products(one, 2 + sums, 2),
         "keys, queries, warps of keys, warps alike, stages",
-        source="attention/backward_dkdv.cu",
-        entry="attention_backward_keys",
+        source=f"attention/{source}.cu",
+        entry=f"attention_backward_{entry}",
         doc=doc,
         derive=derive,
         shared_layout=_dkdv_shared(sums),
         block=lambda params: (32 * params["tile"][2] * params["tile"][3], 1, 1),
         grid=rows_in_blocks("heads_kv", "seqlen_k", lambda params: params["tile"][0]),
-        verification=f"{CASES}:{'DKDV_DQ' if sums else 'DKDV'}",
+        verification=f"{CASES}:{verified}",
+        **more,
     )
 
 
@@ -139,6 +156,14 @@ DKDV = _dkdv(
 DKDV_DQ = _dkdv(
     "sums",
     "keys, with dq added up by atomics: five products, but not the same bits at every call",
+)
+
+DKDV_ORDERED = _dkdv(
+    "ordered",
+    "sums, whose blocks wait for one another: five products, the same bits at every call",
+    "ordered",
+    "backward/ordered",
+    arguments=_ordered_arguments,
 )
 
 # ------------------------------------------------------------------ dq: a block owns queries

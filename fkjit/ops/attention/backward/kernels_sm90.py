@@ -14,19 +14,17 @@ from fkjit.arch import Arch
 from fkjit.ops.attention.backward import problem
 from fkjit.ops.attention.backward.kernels_preprocess import CASES, OP
 from fkjit.ops.attention.backward.problem import Options
+from fkjit.ops.attention.backward.schedule_sm90 import grid, is_several, order
 from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90 as BLOCK_K
-from fkjit.ops.attention.backward.tiles import BLOCK_Q_SM90 as BLOCK_Q
-from fkjit.ops.attention.backward.tiles import WIDE_SM90 as WIDE
+from fkjit.ops.attention.backward.tiles import WIDE_SM90, block_q_sm90, is_paired
 from fkjit.ops.attention.features import ScoreFeatures, parse
 from fkjit.ops.attention.problem import shape_class
 from fkjit.runtime.interop import ITEMSIZE, View
 from fkjit.runtime.tensor_map import TensorMap
-from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, Work
-from fkjit.symbolic import decision
+from fkjit.spec import KernelSpec, Param, Params, Problem, SharedLayout, Work
 
-HEAD_DIMS = tuple(dim for dim in BLOCK_Q if dim not in WIDE)  # what products are padded to
+HEAD_DIMS = tuple(dim for dim, keys in BLOCK_K.items() if keys == 128)  # what products are padded to
 COUNTERS = 1
-SMS = 132  # of an H100 or H200, where a problem does not say
 _PANEL = 64
 _K_STAGES, _Q_STAGES, _DO_STAGES, _DS_STAGES = 2, 3, 2, 2
 _BARRIER_BYTES = 320 + 8 * 48 + 48
@@ -55,7 +53,7 @@ def is_curved(features: ScoreFeatures) -> bool:
 
 def _derive(params: Params) -> dict[str, Any]:
     return {
-        "block_q": BLOCK_Q[params["head_dim"]],
+        "block_q": block_q_sm90(params),
         **dict.fromkeys(("form", "varlen", "softcap", "alibi", "bias", "mask"), False),
         **{"bias_address": "nullptr", "bias_dtype": "float", "dbias": False, "dbias_sums": False},
         "has_mod": False,
@@ -137,7 +135,7 @@ def _dq_stages(params: Params) -> int:
 def _shared(params: Params) -> SharedLayout:
     """K twice, V, rings of Q and dO, of dS, of dq, a tile of a bias, a ring of lse_log2 and delta
     with the bits of a mask; the mbarriers with what is noted of tiles."""
-    d, block_q = width(params["head_dim"]), BLOCK_Q[params["head_dim"]]
+    d, block_q = width(params["head_dim"]), block_q_sm90(params)
     block_k, features = BLOCK_K[params["head_dim"]], _features(params)
     stages = _stages(params)
     bits = block_k * block_q // 8 if features is not None and features.mask else 0
@@ -161,69 +159,6 @@ def barrier_bytes(features: bool) -> int:
     return _BARRIER_BYTES + _NOTE_BYTES * features
 
 
-# ------------------------------------------------------------------ the schedule
-
-
-def _heads(one: Problem) -> int:
-    return one["heads_kv"] * one["batch"]
-
-
-def _blocks(params: Params, one: Problem) -> int:
-    return -(-one["seqlen_k"] // BLOCK_K[params["head_dim"]])
-
-
-def _multiprocessors(one: Problem) -> int:
-    return one.get("multiprocessors", SMS)
-
-
-def _teams(blocks: int, heads: int, multiprocessors: int, rounds: int) -> int:
-    """How many heads are under way at once where each takes its blocks in so many rounds."""
-    return min(multiprocessors // -(-blocks // rounds), heads)
-
-
-def _rounds(params: Params, one: Problem) -> int:
-    """In how many rounds a team of thread blocks goes through a head, where dq has an order."""
-    block_q, block_k = BLOCK_Q[params["head_dim"]], BLOCK_K[params["head_dim"]]
-    sizes = _blocks(params, one), _heads(one), _multiprocessors(one)
-    return _best_rounds(2 * block_q // block_k, *sizes, one["causal"])
-
-
-@decision(1024)
-def _best_rounds(apart: int, blocks: int, heads: int, multiprocessors: int, causal: bool) -> int:
-    """See attention/backward_sm90/schedule.cuh: few, as heads under way at once share L2, but two
-    tiles between two that come to one, `apart` blocks of keys; of those that are nearly the fastest
-    by count of blocks."""
-
-    def time(rounds: int) -> int:
-        each = -(-heads // _teams(blocks, heads, multiprocessors, rounds))
-        return -(-each // 2) * rounds * (blocks + 1) if causal else each * rounds
-
-    legal = range(-(-blocks // multiprocessors), blocks + 1)
-    times = {rounds: time(rounds) for rounds in legal}
-    best = min(times.values())
-    near = [rounds for rounds in legal if 20 * times[rounds] <= 21 * best]
-    return next((rounds for rounds in near if rounds >= apart), near[-1])
-
-
-def _abreast(params: Params, one: Problem) -> int:
-    """With score features: heads whose blocks of keys are drawn one after the other, where dq has
-    an order (see templates/attention/backward_sm90/features_schedule.cuh): several times as many
-    blocks as run at a time, but what L2 has room for; and so that there is an even number of such
-    sections."""
-    enough = 256 // params["head_dim"] * _multiprocessors(one)
-    pairs = max(1, round(_heads(one) * _blocks(params, one) / enough / 2))
-    return -(-_heads(one) // (2 * pairs))
-
-
-def grid(params: Params, one: Problem) -> Dim3:
-    """One block an SM, or fewer where there is less to do, or no room for another team."""
-    if params["deterministic"] and "form" not in params:
-        rounds, blocks = _rounds(params, one), _blocks(params, one)
-        sizes = blocks, _heads(one), _multiprocessors(one)
-        return (_teams(*sizes, rounds) * -(-blocks // rounds), 1, 1)
-    return (min(_blocks(params, one) * _heads(one), _multiprocessors(one)), 1, 1)
-
-
 # ------------------------------------------------------------------ arguments
 
 
@@ -242,17 +177,16 @@ def rows_map(one: Problem, arrays: Mapping[str, Any], name: str, rows: int) -> T
 
 
 def arguments(params: Params, one: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    block_q, block_k = BLOCK_Q[params["head_dim"]], BLOCK_K[params["head_dim"]]
+    block_q, block_k = block_q_sm90(params), BLOCK_K[params["head_dim"]]
     features, boxes = _features(params), {"q": block_q, "dout": block_q, "k": block_k, "v": block_k}
     masked = features is not None and features.mask
-    rounds = _rounds if features is None and params["deterministic"] else _abreast
     return {
         **problem.arguments(params, one, arrays),
         **{f"{name}_map": rows_map(one, arrays, name, rows) for name, rows in boxes.items()},
         **{name: arrays[name] for name in ("counters",) if name in arrays},
         "mask_bits": arrays.get("mask_bits"),
         "mask_bits_strides": problem.bits_strides(block_q, one) if masked else (0, 0, 0),
-        "rounds": rounds(params, one),
+        "rounds": order(params, one),
         "bias_map": _bias_map(one, arrays["bias"], features.bias, block_q)
         if features is not None and features.bias else None,
     }  # fmt: skip
@@ -274,7 +208,7 @@ def takes(
 ) -> bool:
     """Whether the kernel knows the score features and suits the problem, and TMA can read the
     arrays: rows on 16-byte boundaries, no dimension repeated by a stride of 0 but of a bias."""
-    if padded_dim(one) is None or one["dtype"] == "fp32" or not aligned:
+    if padded_dims(one) is None or one["dtype"] == "fp32" or not aligned:
         return False
     if not arch.features >= FLASH_SM90.features({}) or not _suits(one, options):
         return False
@@ -328,24 +262,30 @@ def _is_aligned(bias: View) -> bool:
     return not (bias.pointer % 16 or any(n > 1 and step * size % 16 for step, n in pairs))
 
 
-def padded_dim(one: Problem) -> int | None:
-    """The compiled head dimension that holds those of a problem, or None."""
-    larger = max(one["head_dim"], one["head_dim_v"])
-    return next((padded for padded in BLOCK_Q if larger <= padded), None)
+def padded_dims(one: Problem) -> dict[str, int] | None:
+    """The compiled head dimensions that hold those of a problem, as parameters, or None."""
+    d, dv = one["head_dim"], one["head_dim_v"]
+    same = next((dim for dim in HEAD_DIMS if max(d, dv) <= dim), None)
+    if same is not None:
+        return {"head_dim": same}
+    pairs = (pair for pair in WIDE_SM90 if d <= pair[0] and dv <= pair[1])
+    found = min(pairs, key=sum, default=None)
+    return found and {"head_dim": found[0], "head_dim_v": found[1]}
 
 
 def is_wide(one: Problem) -> bool:
     """Whether the kernel for head dimensions above 128 is the one that would take a problem."""
-    return padded_dim(one) in WIDE
+    return padded_dims(one) not in [None, *({"head_dim": dim} for dim in HEAD_DIMS)]
 
 
 def in_order(one: Problem, options: Options) -> bool:
     """Whether blocks add to dq in order: also where any would do, if there is a band of keys. Then
     nobody waits (see _abreast), and sums are not set to 0 before. Without features, where there are
     more blocks than SMs: causal ones are shared out more evenly in order (heads that share keys
-    make longer work items, of which there are few), and those of 192 columns, whose sums have 256,
-    were 5 to 9 % faster."""
-    if options.deterministic:
+    make longer work items, of which there are few), and those of 192 columns were 2 to 9 % faster.
+    Thread blocks that come in pairs know no other way."""
+    dims = padded_dims(one) or {}
+    if options.deterministic or is_paired({**dims, "deterministic": True}):
         return True
     if options.features:  # a score_mod finds more registers in order, and a wide one's soft cap
         banded, features = (
@@ -353,10 +293,10 @@ def in_order(one: Problem, options: Options) -> bool:
             parse(options.features),
         )
         return banded or bool(features.score_mod) or (features.softcap and is_wide(one))
-    blocks = _blocks({"head_dim": padded_dim(one)}, one)
-    several = blocks * _heads(one) > _multiprocessors(one)
-    shared = one["causal"] and one["heads_q"] > one["heads_kv"]
-    return several and (shared or padded_dim(one) == 192)
+    params = {**dims, "deterministic": False}
+    several = is_several(params, one)
+    shared = one["causal"] and one["heads_q"] > one["heads_kv"] and not is_wide(one)
+    return several and (shared or dims.get("head_dim_v") == 192)
 
 
 FLASH_SM90 = KernelSpec(

@@ -17,7 +17,13 @@ from fkjit.ops.attention.backward.features import (
     SHOWN_SM90,
     SHOWN_WIDE_SM90,
 )
-from fkjit.ops.attention.backward.kernels import DKDV, DKDV_DQ, DQ, with_features
+from fkjit.ops.attention.backward.kernels import (
+    DKDV,
+    DKDV_DQ,
+    DKDV_ORDERED,
+    DQ,
+    with_features,
+)
 from fkjit.ops.attention.backward.kernels_bias import DBIAS, DBIAS_SUM, HEADS, ZEROS
 from fkjit.ops.attention.backward.kernels_fp32 import DKDV_FP32, DQ_FP32
 from fkjit.ops.attention.backward.kernels_preprocess import POSTPROCESS, PREPROCESS
@@ -60,11 +66,11 @@ def _shown_sm90() -> KernelSpec:
 
 def _shown_wide_sm90() -> KernelSpec:
     spec = with_features(FLASH_WIDE_SM90, SHOWN_WIDE_SM90)
-    return _narrowed(spec, dtype=("bf16",), head_dim=(256,), deterministic=(True,))
+    return _narrowed(spec, dtype=("bf16",), head_dim=(256,), head_dim_v=(256,), deterministic=(True,))
 
 
 for _spec in (
-    PREPROCESS, DKDV, DKDV_DQ, POSTPROCESS, DQ,
+    PREPROCESS, DKDV, DKDV_DQ, DKDV_ORDERED, POSTPROCESS, DQ,
     DKDV_FP32, DQ_FP32, FLASH_SM90, FLASH_WIDE_SM90,
     _shown(DKDV, SHOWN, SHOWN_SEEDED), _shown(DQ, SHOWN, SHOWN_SEEDED), _shown(DBIAS, SHOWN),
     HEADS, DBIAS_SUM, ZEROS, MASK, _shown_sm90(), _shown_wide_sm90(),

@@ -12,7 +12,13 @@ from fkjit.ops.attention.backward import kernels_sm90 as sm90
 from fkjit.ops.attention.backward import mask_bits
 from fkjit.ops.attention.backward import problem as shared
 from fkjit.ops.attention.backward.features import CPU_MULTIPROCESSORS, KernelFeatures, Views
-from fkjit.ops.attention.backward.kernels import DKDV, DKDV_DQ, DQ, with_features
+from fkjit.ops.attention.backward.kernels import (
+    DKDV,
+    DKDV_DQ,
+    DKDV_ORDERED,
+    DQ,
+    with_features,
+)
 from fkjit.ops.attention.backward.kernels_bias import DBIAS, DBIAS_FP32, DBIAS_SUM, HEADS, ZEROS
 from fkjit.ops.attention.backward.kernels_fp32 import DKDV_FP32, DQ_FP32
 from fkjit.ops.attention.backward.kernels_preprocess import (
@@ -24,13 +30,15 @@ from fkjit.ops.attention.backward.kernels_preprocess import (
 from fkjit.ops.attention.backward.kernels_slopes_sm90 import SLOPES_SM90
 from fkjit.ops.attention.backward.kernels_wide_sm90 import FLASH_WIDE_SM90
 from fkjit.ops.attention.backward.problem import Options
-from fkjit.ops.attention.backward.tiles import BLOCK_Q_SM90, PAIRS, PAIRS_FP32, tiles
+from fkjit.ops.attention.backward.schedule_sm90 import draws
+from fkjit.ops.attention.backward.tiles import PAIRS, PAIRS_FP32, block_q_sm90, tiles
 from fkjit.ops.op.op import Launch
 from fkjit.runtime.interop import View
 from fkjit.spec import KernelSpec, Problem
 from fkjit.tuning import tuned
 
 IMPLEMENTATIONS = ("auto", "portable", "flash_sm90")
+_SLOWER = [(192, 128)]  # head dimensions, with score features, on Hopper
 
 
 class Selected(NamedTuple):
@@ -66,14 +74,16 @@ def select(
     if "sinks" in options.wanted or "alibi_slopes" in options.wanted:
         launches.append(Launch(HEADS, {"varlen": call.packed}, problem))
     made = tuple(one for one in launches if prod(one.spec.grid(one.params, one.problem)))
-    return Selected(made, _scratch(problem, options.wanted), sm90.COUNTERS * takes)
+    counted = takes or problem.get("ordered", False)
+    return Selected(made, _scratch(problem, options.wanted), sm90.COUNTERS * counted)
 
 
 def _allowed(problem: Problem, options: Options) -> tuple[str, ...]:
     """Values of impl that Hopper's kernel is taken with: above head dimension 128 "auto" leaves
-    score features, with which no GPU has timed it, to the portable kernels."""
-    untimed = sm90.is_wide(problem) and options.features
-    return ("flash_sm90",) if untimed else ("auto", "flash_sm90")
+    score features with which it was not seen to be faster to the portable kernels."""
+    dims = sm90.padded_dims(problem) or {}
+    slower = options.features and (dims.get("head_dim"), dims.get("head_dim_v")) in _SLOWER
+    return ("flash_sm90",) if slower else ("auto", "flash_sm90")
 
 
 def _scratch(problem: Problem, wanted: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
@@ -91,6 +101,15 @@ def _scratch(problem: Problem, wanted: tuple[str, ...]) -> dict[str, tuple[int, 
     if "parts_shape" in problem:
         found["dbias_parts"] = problem["parts_shape"]
     return found
+
+
+def ordered_pays(one: Problem, head_dim: int) -> bool:
+    """Whether one kernel whose blocks wait for one another beats two: where there are few blocks."""
+    if head_dim != 128:
+        return False
+    blocks = -(-one["seqlen_k"] // tiles("ordered", head_dim)[0][0])
+    workers = one.get("multiprocessors", CPU_MULTIPROCESSORS)
+    return bool(blocks * one["batch"] * one["heads_kv"] <= 2 * workers)
 
 
 class _Call:
@@ -114,25 +133,36 @@ class _Call:
 
     def on_sm90(self) -> list[Launch]:
         """One kernel for dk, dv and sums of dq."""
-        problem, dim = self.problem, sm90.padded_dim(self.problem) or 0
+        problem, dims = self.problem, sm90.padded_dims(self.problem) or {}
+        dim = dims["head_dim"]
         problem["sum_columns"] = sm90.width(dim)
         problem["ordered"] = ordered = sm90.in_order(problem, self.options)
-        text = self.features.of_sm90()
+        text = self.features.of_sm90() or self._drawn({**dims, "deterministic": ordered})
         params: dict[str, Any] = {
-            "dtype": problem["dtype"], "head_dim": dim, "deterministic": ordered,
+            "dtype": problem["dtype"], **dims, "deterministic": ordered,
         }  # fmt: skip
         if text:
             params["form"] = text
         base = FLASH_WIDE_SM90 if sm90.is_wide(problem) else sm90.FLASH_SM90
         zeros = 0 if ordered else sm90.width(dim)  # in order the first one to come stores
         return [
-            *self._mask_bits(BLOCK_Q_SM90[dim]),
+            *self._mask_bits(block_q_sm90(dims)),
             *self._zeros(),
             self._preprocess({**problem, "sum_columns": zeros}),
             Launch(with_features(base, text), params, problem),
             self._postprocess(),
             *self._slopes(dim),
         ]
+
+    def _drawn(self, params: dict[str, Any]) -> str:
+        """The text of a band of keys that is no more than the causal mask: with it blocks are drawn,
+        not dealt out to teams."""
+        one = self.problem
+        if not draws(params, one):
+            return ""
+        longest = max(one["seqlen_q"], one["seqlen_k"])
+        one |= {"window": (longest, 0), "softcap": 0.0, "score_scalars": {}}
+        return "window"
 
     def _slopes(self, dim: int) -> list[Launch]:
         """What rows add to the gradient of slopes: with keys as rows Hopper's kernel has no sums
@@ -163,6 +193,10 @@ class _Call:
         if self._may_sum():
             self.problem["sum_columns"] = self.dims[0]
             return [self._preprocess(self.problem), self._launch(DKDV_DQ), self._postprocess()]
+        if self._may_order():
+            self.problem |= {"sum_columns": self.dims[0], "ordered": True}
+            first = self._preprocess({**self.problem, "sum_columns": 0})
+            return [first, self._launch(DKDV_ORDERED), self._postprocess()]
         made, wanted = [self._preprocess(self.problem)], set(self.options.wanted)
         if {"k", "v"} & wanted:
             made.append(self._launch(DKDV if self.tensor_cores else DKDV_FP32))
@@ -184,6 +218,16 @@ class _Call:
         if self.features.seeded and self.dims[0] > 64:  # two kernels of wider tiles are faster
             return False
         return bool(tiles("sums", self.dims[0], self.features.of("sums")))
+
+    def _may_order(self) -> bool:
+        """Whether dq is added up beside dk and dv by blocks that wait for one another: without score
+        features, and where few blocks of a head run at a time."""
+        one = self.problem
+        if not self.tensor_cores or not self.chunks or self.options.features:
+            return False
+        if not {"q", "k"} <= set(self.options.wanted) or self.dims[0] != self.dims[1]:
+            return False
+        return ordered_pays(one, self.dims[0])
 
     def _in_order(self, launch: Launch) -> list[Launch]:
         """The kernel that stores dS: once for all batches, or each adds to what is there."""

@@ -12,8 +12,23 @@ PAIRS = ((64, 64), (128, 128), (192, 128), (256, 256))  # (head_dim, head_dim_v)
 PAIRS_FP32 = ((64, 64), (128, 128), (256, 256))
 BLOCK_Q_SM90 = {64: 128, 96: 64, 128: 64, 192: 64, 256: 64}  # S^T and dK in registers together
 BLOCK_K_SM90 = {64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
-# Those whose keys two warpgroups share.
-WIDE_SM90 = tuple(dim for dim, keys in BLOCK_K_SM90.items() if keys == 64)
+# Those whose keys two warpgroups share: queries of a tile by head dimensions, the second of v.
+WIDE_SM90 = {(192, 128): 128, (192, 192): 64, (256, 256): 64}
+PAIRED_SM90 = [(192, 128)]  # of these thread blocks come in pairs, in order
+
+
+def is_paired(params: Params) -> bool:
+    """Whether two thread blocks of a cluster have neighbouring keys, and add dq up together."""
+    dims = params["head_dim"], params.get("head_dim_v")
+    return params["deterministic"] and dims in PAIRED_SM90
+
+
+def block_q_sm90(params: Params) -> int:
+    """Queries of a tile."""
+    dims = params["head_dim"], params.get("head_dim_v")
+    return WIDE_SM90.get(dims) or BLOCK_Q_SM90[dims[0]]
+
+
 
 Table = dict[int, tuple[Any, ...]]  # of a head dimension, the fastest first
 
@@ -57,6 +72,7 @@ _PLAIN: dict[str, Table] = {
     },
     **dict.fromkeys(("keys_fp32", "queries_fp32"), _FP32),
 }
+_PLAIN["ordered"] = {128: _PLAIN["sums"][128]}  # of 64 columns two kernels are faster
 # A warp has 16 rows: rules and band take the registers of another 16.
 _FEATURES: dict[str, Table] = {
     "keys": {

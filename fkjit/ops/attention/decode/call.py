@@ -200,9 +200,10 @@ def paged_attention(
             tokens; sequence i has rows cu_seqlens_q[i] up to cu_seqlens_q[i + 1] of q.
         max_seqlen_q: at least the most new tokens of a sequence, with cu_seqlens_q. Rows beyond
             are not written: nothing waits for the device to find out.
-        mixed: with cu_seqlens_q, that many sequences have one new token: decoding's kernel takes
-            these, and the others go on without them. Which they are is found out on the device;
-            False is right as well, only slower. (max_seqlen_q=1 takes decoding's kernel alone.)
+        mixed: with cu_seqlens_q, that many sequences have one new token: these are decoded, their
+            keys shared out over the GPU, beside the others. Which they are is found out on the
+            device; False is right as well, only slower. (max_seqlen_q=1 takes decoding's kernel
+            alone.)
         layer: which of the cache's layers.
         layout: "nhd" (default), pages are [page_size, heads, D]; or "hnd", [heads, page_size, D].
             Only where `cache` is a pair.

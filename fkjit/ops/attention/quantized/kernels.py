@@ -3,7 +3,7 @@
 A problem is attention's (fkjit/ops/attention/problem.py) with a window, v_codes, code ("int8" or
 "fp8"), values ("half", "fp8" or "e5m2"), and weights: what probabilities are rounded to.
 Arrays: q, k, v, q_scales, k_scales,
-v_scales, shift -> o, lse.
+v_scales, shift -> o, lse. Packed sequences: as of `quantize_kernels.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from fkjit.ops.attention.problem import (
     split_block,
     window,
 )
-from fkjit.ops.attention.quantized.quantize_kernels import HEAD_DIMS, ROWS, padded
+from fkjit.ops.attention.quantized.quantize_kernels import (
+    HEAD_DIMS,
+    PACKED,
+    ROWS,
+    is_packed,
+    key_places,
+    padded,
+)
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import KernelSpec, Param, Params, Problem, SharedLayout, Work, register
 
@@ -59,7 +66,16 @@ def _illegal(params: Params) -> str | None:
 def _warps(params: Params) -> int:
     """Of 32 rows where output, scores and fragments fit in 255 registers, else of 16."""
     block_q = params["block"][0]
-    return block_q // (32 if block_q == 128 and params["head_dim"] == 64 else 16)
+    wide = params["head_dim"] == 64 or (params["head_dim"] == 128 and params["values"] == "half")
+    return block_q // (32 if block_q == 128 and wide else 16)
+
+
+def _score_keys(params: Params) -> int:
+    """Of a tile whose scores are in registers at a time: few beside the output of 32 rows."""
+    (block_q, block_k), wide = split_block(params["block"]), params["head_dim"] == HEAD_DIMS[1]
+    if _warps(params) * 32 != block_q or not wide:
+        return block_k
+    return 32
 
 
 def _derive(params: Params) -> dict[str, Any]:
@@ -71,6 +87,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "e5m2": params["values"] == "e5m2",
         "block_q": block_q, "block_k": block_k,
         "num_warps": _warps(params), "scale_keys": ROWS,
+        "score_keys": _score_keys(params),
     }  # fmt: skip
 
 
@@ -92,10 +109,13 @@ def traffic(problem: Problem) -> float:
     """Bytes of codes and scales read once, o and lse written once."""
     half = ITEMSIZE[problem["dtype"]]
     d, dv = problem["head_dim"], problem["head_dim_v"]
-    queries = problem["heads_q"] * problem["seqlen_q"] * (d + half * dv + 8)
-    keys = problem["heads_kv"] * problem["seqlen_k"]
-    keys *= d + dv * (1 if problem["v_codes"] else half)
-    return float(problem["batch"] * (queries + keys))
+    of_q, of_k = (problem["batch"] * problem[f"seqlen_{name}"] for name in "qk")
+    if is_packed(problem):
+        of_q, of_k = problem["total_q"], problem["total_k"]
+    queries = problem["heads_q"] * of_q * (d + half * dv + 8)
+    return float(
+        queries + problem["heads_kv"] * of_k * (d + dv * (1 if problem["v_codes"] else half))
+    )
 
 
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,14 +124,22 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
     names = ("q", "k", "v", "q_scales", "k_scales", "v_scales", "shift", "o", "lse")
     return {
         **{name: arrays.get(name) for name in names},
-        **scalars(problem),
+        **scalars(problem), **packed_arguments(problem, arrays),
         "v_strides": _STRIDELESS if problem["v_codes"] else row_strides(place, arrays["v"]),
         "o_strides": row_strides(place, arrays["o"]),
-        "v_keys": -(-problem["seqlen_k"] // ROWS) * ROWS,
         "window_left": left, "window_right": right,
         # A scale of 0 would turn a masked -inf into NaN.
         "softmax_scale": problem["softmax_scale"] or 1e-30,
     }  # fmt: skip
+
+
+def packed_arguments(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of packed sequences, and how many places a head's keys have."""
+    made: dict[str, Any] = {"v_keys": key_places(problem)}
+    if is_packed(problem):
+        made |= {name: arrays[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        made |= {name: problem[name] for name in ("total_q", "total_k")}
+    return made
 
 
 FLASH_CODES = register(
@@ -132,6 +160,7 @@ FLASH_CODES = register(
                 "keys whose sum is added up in fp32; 0: all in the tensor core",
             ),
             Param("head_dim", HEAD_DIMS, "of q, k, v and o, padded to this in shared memory"),
+            PACKED,
             Param("block", _TILES, "query rows and keys of a tile", tunable=True),
         ),
         derive=_derive,
@@ -160,7 +189,8 @@ def choose(problem: Problem, promote: int | None, block: Any, arch: Arch) -> dic
     values, weights = problem["values"], problem["weights"]
     params: dict[str, Any] = {
         "dtype": problem["dtype"], "code": problem["code"], "values": values, "weights": weights,
-        "promote": promote, "head_dim": padded(problem), "block": block,
+        "promote": promote, "head_dim": padded(problem), "packed": is_packed(problem),
+        "block": block,
     }  # fmt: skip
     if weights == "half":
         params["promote"] = 0

@@ -17,12 +17,13 @@ from fkjit.ops.attention.problem import (
     flops,
     grid,
     padded_flops,
+    row_strides,
     scalars,
     shape_class,
     window,
 )
-from fkjit.ops.attention.quantized.kernels import VALUES, traffic
-from fkjit.ops.attention.quantized.quantize_kernels import HEAD_DIMS, ROWS
+from fkjit.ops.attention.quantized.kernels import VALUES, packed_arguments, traffic
+from fkjit.ops.attention.quantized.quantize_kernels import HEAD_DIMS, PACKED, ROWS, is_packed
 from fkjit.runtime.tensor_map import TensorMap
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, Work, register
 
@@ -47,6 +48,8 @@ def _illegal(params: Params) -> str | None:
         return "has values of e4m3 beside q and k of int8"
     if params["block"] == (192, 128) and half:
         return "has no registers for 16 bits of v beside those of 192 rows and 128 keys"
+    if params["block"] == (128, 192) and params["packed"]:
+        return "has no registers for packed sequences in such tiles"
     if params["block"] == (192, 96) and (promote or not fp8):
         return "has registers for q and k of e4m3, and none for sums of their own"
     if half and params["code"] == "fp8":
@@ -77,10 +80,15 @@ def _stages(params: Params) -> dict[str, int] | None:
     size = _bytes(params)
     for q, kv in ((2, 4), (2, 2), (1, 2)):
         made = {"Q": q, "K": kv, "V": kv, "O": 1}
-        barriers = 96 + 32 * kv
+        barriers = _barriers(kv)
         if sum(size[name] * count for name, count in made.items()) + barriers <= MAX_SHARED:
             return made
     return None
+
+
+def _barriers(stages: int) -> int:
+    """Bytes; two are of packed tiles that are cut."""
+    return 96 + 32 * stages + 16
 
 
 def _derive(params: Params) -> dict[str, Any]:
@@ -101,7 +109,7 @@ def _shared(params: Params) -> SharedLayout:
     """Rings of Q, K and V, the staged output, the mbarriers."""
     size, found = _bytes(params), _stages(params) or dict.fromkeys("QKVO", 1)
     tiles = [(f"{name} stage {i}", size[name]) for name in "QKVO" for i in range(found[name])]
-    return [*tiles, ("mbarriers", 96 + 32 * max(found["K"], found["V"]))]
+    return [*tiles, ("mbarriers", _barriers(max(found["K"], found["V"])))]
 
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +120,8 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
     named = ("q_scales", "k_scales", "v_scales", "shift", "lse", "counters")
     return {
         **{name: arrays.get(name) for name in named},
-        **scalars(problem),
+        **scalars(problem), **packed_arguments(problem, arrays),
+        "o": o, "o_strides": row_strides(places, o),
         "q_map": _codes_map(arrays["q"], block_q, dim),
         "k_map": _codes_map(arrays["k"], block_k, dim),
         "v_map": _codes_map(v, dim, block_k) if problem["v_codes"]
@@ -137,11 +146,13 @@ def _codes_map(array: Any, rows: int, columns: int) -> TensorMap:
 
 
 def _half_map(dtype: str, places: Any, array: Any, rows: int, writable: bool = False) -> TensorMap:
+    """[batch, head, row, column]; packed arrays are one batch."""
     batch, head, row = places
     sizes, steps = array.shape, array.strides
     return TensorMap(
-        array, dtype, (sizes[3], sizes[row], sizes[head], sizes[batch]),
-        (steps[row], steps[head], steps[batch]), (_PANEL, rows, 1, 1), writable=writable,
+        array, dtype, (sizes[-1], sizes[row], sizes[head], 1 if batch is None else sizes[batch]),
+        (steps[row], steps[head], 0 if batch is None else steps[batch]), (_PANEL, rows, 1, 1),
+        writable=writable,
     )  # fmt: skip
 
 
@@ -150,7 +161,8 @@ def section_heads(params: Params, problem: Problem) -> int:
     theirs in L2 (attention/kernels_sm90.py)."""
     group = problem["heads_q"] // problem["heads_kv"]
     blocks_q = -(-problem["seqlen_q"] // params["block"][0])
-    if window(problem)[1] >= problem["seqlen_k"] or blocks_q <= _FEW_BLOCKS:
+    alike = window(problem)[1] >= problem["seqlen_k"] and not is_packed(problem)
+    if alike or blocks_q <= _FEW_BLOCKS:
         return group
     v = problem["head_dim_v"] * (1 if problem["v_codes"] else 2)
     pair = max(problem["seqlen_k"] * (problem["head_dim"] + v), 1)
@@ -185,6 +197,7 @@ FLASH_CODES_SM90 = register(
                 "keys whose sum is added up in fp32; 0: all in the tensor core",
             ),
             Param("head_dim", HEAD_DIMS, "of q, k, v and o, padded to this in shared memory"),
+            PACKED,
             Param(
                 "block",
                 tuple(dict.fromkeys(tile for tiles in TILES.values() for tile in tiles)),

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fkjit.arguments import one_of
 from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.ops.attention.checks import check_grid, length, look_at_ends, sequences
 from fkjit.ops.attention.quantized.quantize_kernels import (
     CHANNELS,
     CODES,
     ROWS,
     SCALES,
     SPANS,
+    is_packed,
+    key_places,
     padded,
     scratch,
     spans,
     spans_scratch,
 )
-from fkjit.ops.attention.shapes import LAYOUTS, MAX_HEAD_DIM, are_rows_aligned, dense_sizes
+from fkjit.ops.attention.shapes import (
+    LAYOUTS,
+    MAX_HEAD_DIM,
+    are_rows_aligned,
+    dense_sizes,
+    packed_sizes,
+)
 from fkjit.ops.kv.scales import as_codes, dtype_name
 from fkjit.ops.op.checks import check_flag, check_same_dtype
 from fkjit.ops.op.node import Node, of_dtype
@@ -58,6 +67,10 @@ class AttentionCodes(NamedTuple):
     shift: fp32 [B, Hq, Sq], q . (mean of k), which the scores of smooth keys lack; or None.
     scheme, layout: as they were asked for; layout is that of the output, and of a v that is no
         codes. dtype: "bf16" or "fp16", of the output.
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: of packed sequences, or None. Then q, k,
+        q_scales and shift are [1, heads, total, ...]; v_scales [sequences, Hkv, Dv]; of keys each
+        sequence has its own places in k_scales and in codes of v, at multiples of 64
+        (`templates/attention/packed_codes.cuh`).
     """
 
     q: Any
@@ -70,6 +83,10 @@ class AttentionCodes(NamedTuple):
     scheme: str
     layout: str
     dtype: str
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    max_seqlen_q: Any = None
+    max_seqlen_k: Any = None
 
     def __repr__(self) -> str:
         q, k = (list(getattr(x, "shape", ())) for x in (self.q, self.k))
@@ -78,7 +95,8 @@ class AttentionCodes(NamedTuple):
 
 def quantize_attention(
     q: Any, k: Any, v: Any, scheme: str = "int8", *, smooth_k: bool = True, rotate: bool = False,
-    scales: str = "block", layout: str = "bhsd",
+    scales: str = "block", layout: str = "bhsd", cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
 ) -> AttentionCodes:  # fmt: skip
     """Codes of attention's inputs, made on the device, for `fkjit.quantized_attention`.
 
@@ -95,6 +113,9 @@ def quantize_attention(
             outliers and changes no score; D is 64, 128 or 256 then, and Dv no more than D.
         scales: of q and k: "block" (a row of q, 64 keys), or one for all rows of a "head" or of the
             "tensor", which cost a pass more and are less exact.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: of packed sequences, as
+            `fkjit.attention_varlen` takes them (int32, on the same device). q is [total_q, Hq, D]
+            then, k and v alike; means and scales are a sequence's own.
 
     Returns:
         AttentionCodes. Sums are made in a fixed order: the same bits each time. A NaN or an
@@ -113,24 +134,45 @@ def quantize_attention(
         >>> str(codes.q.dtype), codes.q.shape, codes.q_scales.shape
         ('int8', (1, 2, 80, 64), (1, 2, 80))
     """
-    made = list(_OP((q, k, v), (), (scheme, smooth_k, rotate, scales, layout)))
-    return _named(q, v, made, scheme, layout)
+    given = _whole(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    said = (scheme, smooth_k, rotate, scales, layout, max_seqlen_q, max_seqlen_k)
+    made = list(_OP((q, k, v, *given[:2]), (), said))
+    return _named(q, v, made, scheme, layout, given)
+
+
+Ends = tuple[Any, Any, Any, Any]  # cu_seqlens_q and …_k, max_seqlen_q and …_k
+_ENDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+def _whole(*ends: Any) -> Ends:
+    """All of what packed sequences have, or nothing of it."""
+    missing = [name for name, x in zip(_ENDS, ends, strict=True) if x is None]
+    if 0 < len(missing) < len(_ENDS):
+        raise ParameterError(
+            f"{CALL}: {missing[0]}=None with packed sequences; allowed: all of {', '.join(_ENDS)}, "
+            "or none"
+        )
+    return ends  # type: ignore[return-value]
 
 
 def prepared_codes(
-    q: Any, k: Any, v: Any, scheme: str, smooth_k: bool, rotate: bool, scales: str, layout: str
-) -> AttentionCodes:
+    q: Any, k: Any, v: Any, scheme: str, smooth_k: bool, rotate: bool, scales: str, layout: str,
+    **ends: Any,
+) -> AttentionCodes:  # fmt: skip
     """What `quantize_attention` would return, after its `prepare`; numbers are whatever memory
     held."""
-    said = (scheme, smooth_k, rotate, scales, layout)
-    _OP.prepare([q, k, v], said)
-    views = {name: view(x, CALL, name) for name, x in (("q", q), ("k", k), ("v", v))}
+    given = _whole(*(ends.get(name) for name in _ENDS))
+    said = (scheme, smooth_k, rotate, scales, layout, *given[2:])
+    arrays = dict(zip(_INPUTS, (q, k, v, *given[:2]), strict=True))
+    _OP.prepare(list(arrays.values()), said)
+    views = {name: None if x is None else view(x, CALL, name) for name, x in arrays.items()}
     outputs = _check(views, *said).outputs.values()
-    made = [empty(views["q"], o.shape, o.dtype) for o in outputs if o and o.returned]
-    return _named(q, v, made, scheme, layout)
+    like = view(q, CALL, "q")
+    made = [empty(like, o.shape, o.dtype) for o in outputs if o and o.returned]
+    return _named(q, v, made, scheme, layout, given)
 
 
-def _named(q: Any, v: Any, made: list[Any], scheme: str, layout: str) -> AttentionCodes:
+def _named(q: Any, v: Any, made: list[Any], scheme: str, layout: str, ends: Ends) -> AttentionCodes:
     """The op's results, in their places."""
     how = ATTENTION_SCHEMES[scheme]
     codes = {name: made.pop(0) for name in _names(how, len(made))}
@@ -139,8 +181,9 @@ def _named(q: Any, v: Any, made: list[Any], scheme: str, layout: str) -> Attenti
         found[name] = as_fp8(found[name], "e5m2" if (name, how.values) == ("v", "e5m2") else "fp8")
     others = {name: codes.get(name) for name in ("q_scales", "k_scales", "v_scales", "shift")}
     return AttentionCodes(
-        **found, **others, scheme=scheme, layout=layout, dtype=_SHORT[dtype_name(q)]
-    )
+        **found, **others, scheme=scheme, layout=layout, dtype=_SHORT[dtype_name(q)],
+        **dict(zip(_ENDS, ends, strict=True)),
+    )  # fmt: skip
 
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16"}
@@ -174,7 +217,7 @@ def codes_parts(call: str, given: Any) -> AttentionCodes:
 
 def _check(
     views: Mapping[str, View | None], scheme: Any, smooth_k: Any, rotate: Any, scales: Any,
-    layout: Any,
+    layout: Any, max_seqlen_q: Any, max_seqlen_k: Any,
 ) -> Request:  # fmt: skip
     one_of(CALL, "scheme", scheme, tuple(ATTENTION_SCHEMES))
     one_of(CALL, "scales", scales, SCALES)
@@ -184,7 +227,9 @@ def _check(
     arch = arch_of(rows["q"])
     if arch.capability < (8, 0):
         raise ParameterError(f"{CALL}: on {arch.name}; allowed: GPUs from sm_80")
-    problem = {**_sizes(rows, layout), "dtype": dtype, "scales": scales}
+    sizes = _sizes(views, rows, layout, (max_seqlen_q, max_seqlen_k))
+    problem = {**sizes, "dtype": dtype, "scales": scales}
+    seen = {name: x for name, x in views.items() if x is not None}
     how = ATTENTION_SCHEMES[scheme]
     # The mean of no keys is none.
     smooth = check_flag(CALL, "smooth_k", smooth_k) and problem["seqlen_k"] > 0
@@ -204,11 +249,20 @@ def _check(
         "smooth": smooth,
         "rotate": turned,
     }
-    return _launches(rows, outputs, problem)
+    return _launches(seen, outputs, problem)
 
 
-def _sizes(rows: Mapping[str, View], layout: str) -> dict[str, Any]:
-    problem = dense_sizes(CALL, rows, layout)
+def _sizes(
+    views: Mapping[str, View | None], rows: Mapping[str, View], layout: str, longest: Sequence[Any]
+) -> dict[str, Any]:
+    if views.get("cu_seqlens_q") is None:
+        problem = dense_sizes(CALL, rows, layout)
+    else:
+        total_k = rows["k"].shape[0]
+        problem = {**packed_sizes(CALL, rows), "batch": sequences(CALL, views), "total_k": total_k}
+        for name, most in zip(_ENDS[2:], longest, strict=True):
+            problem[name.removeprefix("max_")] = length(CALL, name, most)
+        check_grid(CALL, problem)
     for name, step in (("head_dim", 16), ("head_dim_v", 8)):
         if problem[name] % step or problem[name] > MAX_HEAD_DIM:
             raise ParameterError(
@@ -222,10 +276,10 @@ def _sizes(rows: Mapping[str, View], layout: str) -> dict[str, Any]:
     return problem
 
 
-def _launches(rows: Mapping[str, View], outputs: dict[str, Output], problem: Any) -> Request:
+def _launches(seen: Mapping[str, View], outputs: dict[str, Output], problem: Any) -> Request:
     if 0 in (problem["batch"], problem["heads_q"]):
-        return Request(rows, outputs, ())
-    common = {"dtype": problem["dtype"], "head_dim": padded(problem)}
+        return Request(seen, outputs, ())
+    common = {"dtype": problem["dtype"], "head_dim": padded(problem), "packed": is_packed(problem)}
     rows_as = {name: problem[name] for name in ("code", "smooth", "rotate")}
     launches, memory = [], [(0, 0)]
     if problem["seqlen_k"] and (problem["smooth"] or problem["v_codes"]):
@@ -239,47 +293,61 @@ def _launches(rows: Mapping[str, View], outputs: dict[str, Output], problem: Any
         more = {name: problem[name] for name in ("values", "given")}
         launches.append(Launch(CODES, {**common, **rows_as, **more}, problem))
     size, counters = (max(sizes) for sizes in zip(*memory, strict=True))
-    return Request(rows, outputs, tuple(launches), size, counters)
+    return Request(seen, outputs, tuple(launches), size, counters)
 
 
 def _outputs(how: AttentionScheme, smooth: bool, p: Mapping[str, Any]) -> dict[str, Output]:
-    of_q, of_k = ((p["batch"], p[f"heads_{name}"]) for name in ("q", "kv"))
-    groups = -(-p["seqlen_k"] // ROWS)
+    batch = 1 if is_packed(p) else p["batch"]
+    of_q, of_k = ((batch, p[f"heads_{name}"]) for name in ("q", "kv"))
+    rows_q, rows_k = (p.get(f"total_{name}", p[f"seqlen_{name}"]) for name in "qk")
+    places, of_columns = key_places(p), (p["batch"], p["heads_kv"])
     stored = "int8" if how.code == "int8" else "uint8"
     made = {
-        "q_codes": Output((*of_q, p["seqlen_q"], p["head_dim"]), stored),
-        "k_codes": Output((*of_k, p["seqlen_k"], p["head_dim"]), stored),
-        "q_scales": Output((*of_q, p["seqlen_q"]), "fp32"),
-        "k_scales": Output((*of_k, groups), "fp32"),
+        "q_codes": Output((*of_q, rows_q, p["head_dim"]), stored),
+        "k_codes": Output((*of_k, rows_k, p["head_dim"]), stored),
+        "q_scales": Output((*of_q, rows_q), "fp32"),
+        "k_scales": Output((*of_k, places // ROWS), "fp32"),
     }
     if how.v_codes:
-        made["v_codes"] = Output((*of_k, p["head_dim_v"], ROWS * groups), "uint8")
-        made["v_scales"] = Output((*of_k, p["head_dim_v"]), "fp32")
+        made["v_codes"] = Output((*of_k, p["head_dim_v"], places), "uint8")
+        made["v_scales"] = Output((*of_columns, p["head_dim_v"]), "fp32")
     if smooth:
-        made["shift"] = Output((*of_q, p["seqlen_q"]), "fp32")
-        made["k_means"] = Output((*of_k, p["head_dim"]), "fp32", returned=False)
+        made["shift"] = Output((*of_q, rows_q), "fp32")
+        made["k_means"] = Output((*of_columns, p["head_dim"]), "fp32", returned=False)
     if p["scales"] != "block":
         made["span_scales"] = Output((sum(spans(p).values()),), "fp32", returned=False)
     return made
 
 
-def _fake(q: Any, k: Any, v: Any, scheme: str, smooth_k: bool, rotate: bool, *rest: str) -> Any:
-    (scales, layout), how = rest, ATTENTION_SCHEMES[scheme]
-    _, head, row, _ = LAYOUTS[layout]
+def _fake(
+    q: Any, k: Any, v: Any, ends: Any, _: Any, scheme: str, smooth_k: bool, rotate: bool, *rest: Any
+) -> Any:
+    (scales, layout, *longest), how = rest, ATTENTION_SCHEMES[scheme]
+    batch, head, row, _ = LAYOUTS[layout] if ends is None else (None, 1, 0, 2)
     sizes_of = {
-        "batch": q.shape[0], "heads_q": q.shape[head], "heads_kv": k.shape[head],
-        "seqlen_q": q.shape[row], "seqlen_k": k.shape[row], "head_dim": q.shape[3],
-        "head_dim_v": v.shape[3], "scales": scales,
+        "batch": ends.shape[0] - 1 if batch is None else q.shape[batch], "heads_q": q.shape[head],
+        "heads_kv": k.shape[head], "seqlen_q": q.shape[row], "seqlen_k": k.shape[row],
+        "head_dim": q.shape[-1], "head_dim_v": v.shape[-1], "scales": scales,
     }  # fmt: skip
+    if batch is None:
+        sizes_of |= {"total_q": q.shape[0], "total_k": k.shape[0]}
+        sizes_of |= dict(zip(("seqlen_q", "seqlen_k"), longest, strict=True))
     made = _outputs(how, smooth_k, sizes_of).values()
     return [of_dtype(q, output.shape, output.dtype) for output in made if output.returned]
 
 
+def _look(inputs: Sequence[Any]) -> None:
+    if len(inputs) > len("qkv") and inputs[3] is not None:
+        look_at_ends(inputs, CALL)
+
+
+_INPUTS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
 _OP = Op(
-    CALL, inputs=("q", "k", "v"),
+    CALL, inputs=_INPUTS, optional=_INPUTS[3:], guard=_look,
     outputs=("q_codes", "k_codes", "q_scales", "k_scales", "v_codes", "v_scales", "shift",
              "k_means", "span_scales"),
     check=_check,
-    node=Node(_fake, "str scheme, bool smooth_k, bool rotate, str scales, str layout", None),
+    node=Node(_fake, "str scheme, bool smooth_k, bool rotate, str scales, str layout, "
+              "int? max_seqlen_q, int? max_seqlen_k", None),
 )  # fmt: skip
 quantize_attention.prepare = _OP.preparing(quantize_attention)  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from fkjit.ops.attention.quantized.cases_packed import also_packed
 from fkjit.ops.attention.quantized.quantize_kernels import ROWS, scratch, spans, spans_scratch
 from fkjit.ops.quantize import cases as codes
 from fkjit.ops.quantize.schemes import Scheme
@@ -275,15 +276,15 @@ def _codes(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     return made
 
 
-CHANNELS = Verification(
+CHANNELS = also_packed(Verification(
     problems=_problems, inputs=_channels_inputs, outputs=_channels_outputs, reference=_channels,
     tolerance=lambda params: 1e-6,
-)  # fmt: skip
-SPANS = Verification(
+))  # fmt: skip
+SPANS = also_packed(Verification(
     problems=_problems, inputs=_spans_inputs, outputs=_spans_outputs, reference=_spans,
     tolerance=lambda params: 0.0,
-)  # fmt: skip
-CODES = Verification(
+))  # fmt: skip
+CODES = also_packed(Verification(
     problems=_problems, inputs=_codes_inputs, outputs=_codes_outputs, reference=_codes,
     tolerance=lambda params: 0.0,
-)  # fmt: skip
+))  # fmt: skip

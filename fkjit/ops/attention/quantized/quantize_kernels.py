@@ -4,6 +4,9 @@ A problem has what attention's has (batch, heads_q, heads_kv, seqlen_q, seqlen_k
 head_dim_v, axes), dtype, v_codes, and smooth, rotate, code and values as the kernels are compiled
 for. Arrays: q, k, v, k_means, v_scales, span_scales -> q_codes, k_codes, v_codes, q_scales,
 k_scales, shift. `scales`: how many rows of q and keys share one: SCALES.
+
+Packed sequences have total_q and total_k, and arrays cu_seqlens_q and cu_seqlens_k; seqlen_q and
+seqlen_k are those of the longest then.
 """
 
 from __future__ import annotations
@@ -16,13 +19,17 @@ from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 
 ROWS = 64  # of a block; keys that share a scale, and what keys of V^T are padded to
-CHUNK = 256  # keys of a block that looks for means and scales of columns
+KEY_ROOM = 256  # places that a packed sequence has beside its keys (attention/packed_codes.cuh)
+_LAST_BLOCKS = 3  # of ROWS places behind the last key of a packed sequence
+CHUNK = 128  # keys of a block that looks for means and scales of columns
 HEAD_DIMS = (64, 128, 256)  # columns, padded
 _THREADS = 256
 SCALES = ("block", "head", "tensor")  # a row of q and ROWS keys; all of a head; all there are
 _CODES = {"int8": "Int8Codes", "fp8": "Fp8Codes"}
-_POINTERS = ("q", "k", "v", "k_means", "v_scales", "span_scales", "q_codes", "k_codes",
+_ENDS = ("cu_seqlens_q", "cu_seqlens_k")
+_POINTERS = (*_ENDS, "q", "k", "v", "k_means", "v_scales", "span_scales", "q_codes", "k_codes",
              "v_codes", "q_scales", "k_scales", "shift", "workspace", "counters")  # fmt: skip
+PACKED = Param("packed", (False, True), "sequences lie one behind the other")
 _DTYPE = Param("dtype", ("bf16", "fp16"), "element type of q, k and v")
 _HEAD_DIM = Param("head_dim", HEAD_DIMS, "columns of q, k and v, at most")
 
@@ -31,6 +38,18 @@ def padded(problem: Problem) -> int:
     """The head dimension that is compiled."""
     most = max(problem["head_dim"], problem["head_dim_v"])
     return next(dim for dim in HEAD_DIMS if dim >= most)
+
+
+def is_packed(problem: Problem) -> bool:
+    """Whether sequences lie one behind the other."""
+    return "total_q" in problem
+
+
+def key_places(problem: Problem) -> int:
+    """Of a head's keys in V^T, and times ROWS in the scales of K."""
+    if is_packed(problem):
+        return (problem["total_k"] + KEY_ROOM * problem["batch"]) // ROWS * ROWS
+    return -(-problem["seqlen_k"] // ROWS) * ROWS
 
 
 def chunks_of(problem: Problem) -> int:
@@ -77,16 +96,20 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
         **{f"{name}_spans": count for name, count in spans(problem).items()},
         **{name: problem[name] for name in ("heads_q", "heads_kv", "seqlen_q", "seqlen_k")},
         **{name: problem[name] for name in ("head_dim", "head_dim_v")},
+        **{name: problem.get(name, 0) for name in ("total_q", "total_k")},
         "group_size": problem["heads_q"] // problem["heads_kv"], "chunks": chunks_of(problem),
+        "v_keys": key_places(problem),
     }  # fmt: skip
 
 
 def _numbers(problem: Problem) -> float:
     """Of q, k and v."""
-    queries = problem["heads_q"] * problem["seqlen_q"] * problem["head_dim"]
-    keys = problem["heads_kv"] * problem["seqlen_k"]
+    of_q, of_k = (problem["batch"] * problem[f"seqlen_{name}"] for name in "qk")
+    if is_packed(problem):
+        of_q, of_k = problem["total_q"], problem["total_k"]
+    queries = problem["heads_q"] * of_q * problem["head_dim"]
     return float(
-        problem["batch"] * (queries + keys * (problem["head_dim"] + problem["head_dim_v"]))
+        queries + problem["heads_kv"] * of_k * (problem["head_dim"] + problem["head_dim_v"])
     )
 
 
@@ -122,6 +145,7 @@ CHANNELS = register(
             _HEAD_DIM,
             Param("means", (True, False), "K is looked through"),
             Param("mosts", (True, False), "V is looked through"),
+            PACKED,
         ),
         derive=lambda params: {"chunk": CHUNK, "threads": _THREADS},
         illegal=lambda params: None if planes(params) else "has nothing to look for",
@@ -150,7 +174,7 @@ SPANS = register(
         source="attention/quantize_spans.cu",
         entry="attention_quantize_spans",
         doc="scales that all rows of a head share, or all rows there are",
-        params=(_DTYPE, _HEAD_DIM, _CODE, _SMOOTH, _ROTATE),
+        params=(_DTYPE, _HEAD_DIM, _CODE, _SMOOTH, _ROTATE, PACKED),
         derive=_derive,
         grid=lambda params, problem: (sum(_blocks(problem, name) for name in "qk"), 1, 1),
         verification="fkjit.ops.attention.quantized.quantize_cases:SPANS",
@@ -165,7 +189,10 @@ def _codes_illegal(params: Params) -> str | None:
 
 def _codes_grid(params: Params, problem: Problem) -> Dim3:
     keys = _blocks(problem, "k")
-    return (_blocks(problem, "q") + keys * (1 if params["values"] == "half" else 2), 1, 1)
+    values = keys
+    if is_packed(problem) and keys:
+        values += _LAST_BLOCKS * problem["batch"] * problem["heads_kv"]
+    return (_blocks(problem, "q") + keys + (params["values"] != "half") * values, 1, 1)
 
 
 CODES = register(
@@ -183,6 +210,7 @@ CODES = register(
             _SMOOTH,
             _ROTATE,
             Param("given", (False, True), "scales of q and k are not their own rows'"),
+            PACKED,
         ),
         derive=_derive,
         illegal=_codes_illegal,

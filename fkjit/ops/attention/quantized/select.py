@@ -9,13 +9,13 @@ from fkjit.ops.attention.kernels_sm90 import MAX_SHARED
 from fkjit.ops.attention.quantized import kernels
 from fkjit.ops.attention.quantized.kernels import FLASH_CODES, weights_of
 from fkjit.ops.attention.quantized.kernels_sm90 import FLASH_CODES_SM90, PROMOTE, TILES
-from fkjit.ops.attention.quantized.quantize_kernels import padded
+from fkjit.ops.attention.quantized.quantize_kernels import is_packed, padded
 from fkjit.runtime.interop import ITEMSIZE, View
 from fkjit.spec import KernelSpec, Problem
 
 INTERVALS = tuple(dict.fromkeys((*kernels.PROMOTE, *PROMOTE)))  # of any GPU's kernel
 _INTERVAL = 512  # keys: a third of a per cent where values add up, far below what e4m3 costs
-_SMALL_ROWS, _MANY_QUERIES = 128, 2048  # of a tile; from which on greater ones are faster
+_SMALL_ROWS, _MANY_QUERIES = 128, 3072  # of a tile; from which on greater ones are faster
 _MAX_STEP = 2**40  # bytes
 _LEAST_SCALE = 1e-9  # a sign could not go into q
 
@@ -46,10 +46,10 @@ def takes(problem: Problem, v: View, promote: int | None, block: Any, arch: Arch
 
 
 def _is_mappable(v: View) -> bool:
-    steps = [step for step, n in zip(v.strides[:3], v.shape[:3], strict=True) if n > 1]
+    steps = [step for step, n in zip(v.strides[:-1], v.shape[:-1], strict=True) if n > 1]
     size = ITEMSIZE[v.dtype]
     aligned = all(step * size % 16 == 0 and 0 < step * size < _MAX_STEP for step in steps)
-    return aligned and v.strides[3] == 1 and v.pointer % 16 == 0
+    return aligned and v.strides[-1] == 1 and v.pointer % 16 == 0
 
 
 def choose_sm90(problem: Problem, promote: int | None, block: Any, arch: Arch) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def choose_sm90(problem: Problem, promote: int | None, block: Any, arch: Arch) -
         promote = _INTERVAL if problem["v_codes"] else 0
     params: dict[str, Any] = {
         "dtype": problem["dtype"], "code": problem["code"], "head_dim": padded(problem),
-        "values": problem["values"], "promote": promote,
+        "values": problem["values"], "promote": promote, "packed": is_packed(problem),
     }  # fmt: skip
     made = [{**params, "block": tile}
             for tile in ([block] if block is not None else _fastest(problem))]  # fmt: skip
