@@ -63,11 +63,12 @@ class StepPlan(NamedTuple):
         return cls(**dict.fromkeys(PRODUCTS, impl), early=early, fused=fused)
 
 
-# Steps of Llama-3.2-1B (hidden size 2048) and GPT-2 (768) on an H200, 2026-11-23, were fastest so,
-# of the plans that `best` tries. One launch beats the next best, Llama: of one, two and four
-# sequences by 20, 16 and 6 %; GPT-2: of one and four by 23 and 22 %. `skinny` does of 8 sequences
-# and 16 of Llama, by 23 and 1 to 3 %, of 16 of GPT-2 by 9 %; of 64 nothing beat `linear`'s own
-# choice. Numbers between were not measured, nor other models or GPUs.
+# Steps of Llama-3.2-1B (hidden size 2048) and GPT-2 (768) on an H200, 2026-11-23 and -28, were
+# fastest so, of the plans that `best` tries. One launch beats the next best, Llama: of one and two
+# sequences by 10 to 20 %; GPT-2: of one and four by 17 to 23 %. Streamed products do of 8, 16, 32
+# and 64 sequences of Llama, by 15, 17, 13 and 9 %, and of 8 and 16 of GPT-2, by 7 and 19 %; of 64
+# they and `linear`'s own choice were level. Numbers between were not measured, nor other models or
+# GPUs; `skinny` is for what cannot be streamed.
 _MEASURED_ON = (9, 0)
 _WIDE = 2048  # hidden size
 _FEW_WIDE = StepPlan(out="gemv", head="skinny", early=False, fused=True)
@@ -75,7 +76,7 @@ _FEW_NARROW = StepPlan(head="gemv", fused=True)
 _FEW_ROWS = 2
 _WHOLE_ROWS = 4  # sequences, up to which one launch was faster than all others
 _CODED_ROWS = 2  # with weights of int4: by 9 and 3 %, of four slower by 7 % (2026-11-28)
-_STREAMED_FROM, _STREAMED_TO = 5, 0  # sequences of which streamed products were the fastest
+_STREAMED_FROM, _STREAMED_WIDE, _STREAMED_NARROW = 5, 64, 16  # sequences, by hidden size
 _HOPPER, _BLOCKS = "sm_90a", 132  # multiprocessors of an H200
 _SOME, _SOME_ROWS = StepPlan.alike("skinny"), 16
 
@@ -87,7 +88,8 @@ def usual(config: ModelConfig, rows: int, codes: str | None, capability: tuple[i
     if capability != _MEASURED_ON or config.qk_norm:
         return StepPlan()
     wide = config.hidden >= _WIDE
-    if _STREAMED_FROM <= rows <= _STREAMED_TO and streams(config, rows, codes, arch(_HOPPER)):
+    streamed = _STREAMED_WIDE if wide else _STREAMED_NARROW
+    if _STREAMED_FROM <= rows <= streamed and streams(config, rows, codes, arch(_HOPPER)):
         return StepPlan(streamed=True)
     most = _WHOLE_ROWS if codes is None else _CODED_ROWS
     if rows <= most and fits_whole(config, rows, codes, arch(_HOPPER), _BLOCKS):

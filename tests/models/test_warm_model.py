@@ -56,8 +56,10 @@ def test_a_model_takes_few_variants(name, most):
     found = warm.jobs(name, batches=[1, 16], arch="sm_90a")
     labels = [job.label for job in found]
     assert 10 < len(labels) == len(set(labels)) <= most
-    assert {"attention_decode.split", "attention_form.flash_sm90", "linear.skinny",
-            "linear.wgmma", "kv_slots.rows"} <= kernels(found)  # fmt: skip
+    of_steps = {"settled_attention.split", "streamed_append.stream", "streamed_logits.stream"}
+    if name == "qwen3-0.6b":
+        of_steps = {"attention_decode.split", "linear.skinny"}
+    assert {"attention_form.flash_sm90", "linear.wgmma", "kv_slots.rows"} | of_steps <= kernels(found)
     assert not kernels(found) & {"moe_route.warp", "attention.flash", "rope.computed"}
     one = {job.label for job in warm.jobs(name, batches=[1], arch="sm_90a")}
     assert one < set(labels)

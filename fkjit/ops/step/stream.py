@@ -16,7 +16,7 @@ from fkjit.ops.op.checks import check_dtype, check_same_dtype, check_shape
 from fkjit.ops.op.op import Launch, Op, Output, Request
 from fkjit.ops.op.shapes import rows_of
 from fkjit.ops.step.call import Norm, check_indices, row_step
-from fkjit.ops.step.stream_kernel import APPEND, BLOCK_K, HALF, LINEAR, TILES, TOKENS, Tile
+from fkjit.ops.step.stream_kernel import APPEND, BLOCK_K, HALF, LINEAR, TILES, TOKENS, WHOLE, Tile
 from fkjit.runtime.interop import View
 from fkjit.spec import Problem
 
@@ -25,6 +25,8 @@ _DTYPES = ("fp16", "bf16")
 _HEADS = (64, 128)  # columns of a head, which is a tile
 _SMS = 132  # of an H200
 _WIDE_TILE = 128 * _SMS  # outputs from which tiles of 128 rows fill the GPU
+_FULL = 120  # blocks that fill it
+_FEW, _LONG = 16, 8192  # rows of x; k
 _VECTOR = 8  # elements of 16 bytes
 
 
@@ -132,9 +134,14 @@ def taken(x: Any) -> tuple[Any, tuple[Any, Any, Any], float]:
 # ------------------------------------------------------------------ tiles
 
 
-def tile_for(n: int, k: int, rows: int | None = None) -> Tile:
-    """Of a product with so many rows of the weight. rows: those that a tile has to have."""
+def tile_for(n: int, k: int, rows: int | None = None, m: int = ROWS) -> Tile:
+    """Of a product of m rows of x with so many rows of the weight, as was fastest in steps of
+    Llama-3.2-1B and GPT-2. rows: those that a tile has to have."""
+    if m <= _FEW and rows is None and k >= _LONG and _FULL <= 8 * -(-n // 128) <= _SMS:
+        return 128, 8, HALF
     rows = rows or (128 if n >= _WIDE_TILE // 2 else 64)
+    if m <= _FEW and rows == 128 and _FULL <= -(-n // rows) <= _SMS:
+        return rows, 1, WHOLE
     tiles, steps = -(-n // rows), -(-k // BLOCK_K)
     share = 1
     while share < 8 and 2 * share * tiles <= _SMS and 2 * share <= steps:
@@ -216,7 +223,7 @@ def _check_linear(
     if (activation, gate) not in SHIPPED or problem["n"] % (16 if gate else 8):
         raise ParameterError(f"{call}: activation={activation!r}, gate={gate} has no kernel")
     residual, norm_weight = views["residual"], views["norm_weight"]
-    usual = tile_for(problem["n"], problem["k"])
+    usual = tile_for(problem["n"], problem["k"], m=m)
     problem |= {
         "n": n, "out_stride": n, "residual": residual is not None, "leaves": leaves,
         "residual_stride": 0 if residual is None else row_step(call, "residual", residual),

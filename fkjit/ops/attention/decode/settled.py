@@ -24,16 +24,23 @@ from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import CPU, View
 from fkjit.spec import Param, Params, Problem, register
 
-# By head_dim: the fastest in steps with so many heads of sequences for each SM, at most.
-_CHOICES: dict[int, tuple[tuple[float, kernels.Tile, int], ...]] = {
-    64: ((float("inf"), (4, 32, 2, 3), 0),), 128: ((float("inf"), (8, 16, 2, 1), 0),),
+# By head_dim: the fastest in steps of Llama-3.2-1B and GPT-2 with more key heads of sequences for
+# each SM than the first number, up to the second; else the last one: (warps, keys of a step, steps
+# in a ring, blocks of an SM), and blocks of each head.
+_ANY = float("inf")
+_CHOICES: dict[int, tuple[tuple[float, float, kernels.Tile, int], ...]] = {
+    64: (
+        (0.9, 1.0, (4, 16, 3, 2), 2), (1.3, 1.6, (4, 32, 2, 2), 1), (5.5, 6.0, (2, 32, 2, 6), 1),
+        (0.0, _ANY, (4, 32, 2, 3), 0),
+    ),
+    128: ((0.0, _ANY, (8, 16, 2, 1), 0),),
 }  # fmt: skip
 HEAD_DIMS = tuple(_CHOICES)
-_TILES = tuple(dict.fromkeys(tile for rows in _CHOICES.values() for _, tile, _ in rows))
+_TILES = tuple(dict.fromkeys(tile for rows in _CHOICES.values() for *_, tile, _ in rows))
 
 
 def _illegal(params: Params) -> str | None:
-    if params["tile"] not in [tile for _, tile, _ in _CHOICES[params["head_dim"]]]:
+    if params["tile"] not in [tile for *_, tile, _ in _CHOICES[params["head_dim"]]]:
         return "is never the fastest tile"
     return None
 
@@ -78,7 +85,9 @@ def choice(problem: Problem, sms: int) -> tuple[kernels.Tile, int]:
     """The tile, and blocks of each key head of a sequence; 0: those that fill the GPU once."""
     heads = problem["batch"] * problem["heads_kv"] / sms
     dim = next(one for one in HEAD_DIMS if one >= problem["head_dim"])
-    return next((tile, each) for most, tile, each in _CHOICES[dim] if heads <= most)
+    return next(
+        (tile, each) for least, most, tile, each in _CHOICES[dim] if least <= heads <= most
+    )
 
 
 def _on_grid(params: Params, problem: Problem, each: int, sms: int, arch: Arch) -> Problem:
