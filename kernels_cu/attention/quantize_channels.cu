@@ -36,8 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_quantize_channel
     u32* counters,                 // [gridDim.y, heads of all], 0 before and after
     const Strides k_strides, const Strides v_strides, const int heads_kv, const int seqlen_k,
     const int chunks, const int head_dim, const int head_dim_v) {
-  after_previous_kernel(false);
-  let_next_kernel();  // which may read what was there before this one (quantize_codes.cu)
+  after_previous_kernel();
   __shared__ float parts[TEAM][HEAD_DIM];
   const bool of_k = MEANS && (!MOSTS || blockIdx.y == 0);
   const int head = blockIdx.x / chunks, chunk = blockIdx.x % chunks;

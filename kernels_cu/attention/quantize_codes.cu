@@ -28,48 +28,36 @@ constexpr int THREADS = ${threads};
 
 using Tile = RowTile<HEAD_DIM, ROWS, THREADS, PACKED>;
 constexpr int LANES = Tile::LANES, PASSES = Tile::PASSES;
-// Blocks of an SM, at least; Blackwell's code does not fit into as few registers.
-constexpr int RESIDENT = HEAD_DIM > 128 ? 1 : ROTATE ? 2 : __CUDA_ARCH__ < 1000 ? 4 : 3;
-// Queries become codes while the kernel that makes the means is under way.
-constexpr bool EARLY = SMOOTH && !GIVEN;
 static_assert(ROWS == 1 << SCALE_KEYS_LOG2, "a block is what shares a scale");
 // Blocks of a head of V: a tile of packed keys may end so far behind the last one.
 constexpr int MORE_BLOCKS = PACKED ? ceil_div(MAX_TILE, ROWS) : 0;
 
-// Codes do not wait for the kernel that makes the means (EARLY): that one began when what was before it
-// was over. Only the shift does.
 __device__ __forceinline__ void quantize_queries(const Tile& tile, const elem_t* q,
                                                  const Strides& strides, const float* k_means,
                                                  const float* given, u8* codes, float* scales,
                                                  float* shift, int heads_kv, int group_size,
                                                  int total, int head_dim) {
+  const int kv_head = tile.sequence * heads_kv + tile.of_sequence / group_size;
 #pragma unroll 2
   for (int pass = 0; pass < PASSES; ++pass) {
     const int row = tile.row(pass);
     const i64 place = tile.place(row, total);
     Eight x = tile.load(q, strides, row, head_dim);
+    if (SMOOTH) {
+      Eight mean = load_eight<true>(k_means + kv_head * head_dim, tile.column, head_dim);
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum = fmaf(x[i], mean[i], sum);
+      sum = lanes_sum<LANES>(sum);
+      if (tile.column == 0 && row < tile.length) shift[place] = sum;
+    }
     if (ROTATE) rotate_row<LANES>(x);
     const float scale = GIVEN ? *given : scale_of<float, Codes>(lanes_most<LANES>(magnitude(x)));
-    const uint2 word =
-        GIVEN ? Codes::encode(x, Divisor(scale)) : encode_quotients<Codes>(x, Quotient(scale));
+    const auto word = Codes::encode(x, Divisor(scale));
     if (row < tile.length) {
       if (tile.column == 0) scales[place] = scale;
       store_codes<Codes, true>(codes + place * head_dim, tile.column, head_dim, word);
     }
-  }
-  if (!SMOOTH) return;
-  if (EARLY) after_previous_kernel(false);
-  const int kv_head = tile.sequence * heads_kv + tile.of_sequence / group_size;
-  Eight mean = load_eight<true>(k_means + kv_head * head_dim, tile.column, head_dim);
-#pragma unroll 2
-  for (int pass = 0; pass < PASSES; ++pass) {
-    const int row = tile.row(pass);
-    Eight x = tile.load(q, strides, row, head_dim);  // once more, out of the cache
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum = fmaf(x[i], mean[i], sum);
-    sum = lanes_sum<LANES>(sum);
-    if (tile.column == 0 && row < tile.length) shift[tile.place(row, total)] = sum;
   }
 }
 
@@ -87,13 +75,12 @@ __device__ __forceinline__ void quantize_keys(const Tile& tile, const elem_t* k,
   for (int pass = 0; pass < PASSES; ++pass) most = max(most, magnitude(x[pass]));
   const float scale = GIVEN ? *given : scale_of<float, Codes>(block_most<THREADS>(most, warps));
   if (threadIdx.x == 0) scales[key_block] = scale;
+  const Divisor scaled(scale);
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
-    const uint2 word = GIVEN ? Codes::encode(x[pass], Divisor(scale))
-                             : encode_quotients<Codes>(x[pass], Quotient(scale));
     if (tile.row(pass) < tile.length)
       store_codes<Codes, true>(codes + tile.place(tile.row(pass), total) * head_dim, tile.column,
-                               head_dim, word);
+                               head_dim, Codes::encode(x[pass], scaled));
   }
 }
 
@@ -153,7 +140,8 @@ __device__ __forceinline__ void quantize_values(const Tile& tile, const elem_t* 
 }
 //% endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_quantize_codes(
+extern "C" __global__ void
+__launch_bounds__(THREADS, HEAD_DIM > 128 ? 1 : 2) attention_quantize_codes(
     //% if packed
     // Packed: q is [total_q, heads_q, head_dim], k and v alike; in what is written one batch has
     // total_q and total_k rows a head, and `batch` is how many sequences there are elsewhere.
@@ -183,8 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_quanti
     const int seqlen_q, const int seqlen_k,  // of packed sequences the longest
     const int v_keys,                        // places of a head's keys, a multiple of ROWS
     const int head_dim, const int head_dim_v) {
-  let_next_kernel();
-  if (!EARLY || blockIdx.x >= q_blocks) after_previous_kernel(false);
+  after_previous_kernel();
   __shared__ u32 warps[THREADS / WARP_SIZE];
   //% if not packed
   const int *const cu_seqlens_q = nullptr, *const cu_seqlens_k = nullptr;

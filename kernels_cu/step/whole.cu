@@ -55,7 +55,7 @@ struct Meet {
 };
 using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS, CODES>;
 constexpr int TAKEN = MOST < 4 && OWN == 1 ? 8 : 4;  // as registers permit
-using Rows = GatheredRows<elem_t, WARPS, CENTERED, MOST, TAKEN, Ring::PAIRED, Meet>;
+using Rows = GatheredRows<elem_t, WARPS, CENTERED, MOST, TAKEN, Meet>;
 using Heads = DecodeHeads<elem_t, D, GROUP, OWN, WARPS, ROPE>;
 static_assert(MOST <= 8, "columns of a product of tensor cores");
 static_assert(sizeof(typename Heads::Shared) <= ROOM - ASIDE, "attention has its room");

@@ -49,17 +49,6 @@ __device__ __forceinline__ uint4 load_shared_chunk(u32 address) {
   return value;
 }
 
-// `chunk` becomes the 16 bytes at a shared address if `there`, else it stays: lanes that are left out
-// ask for nothing.                              PTX ISA: ld.shared.v4.b32, predicated execution (@p)
-__device__ __forceinline__ void load_shared_chunk_if(uint4& chunk, u32 address, bool there) {
-  asm volatile(
-      "{ .reg .pred there; setp.ne.s32 there, %5, 0;"
-      " @there ld.shared.v4.b32 {%0, %1, %2, %3}, [%4]; }"
-      : "+r"(chunk.x), "+r"(chunk.y), "+r"(chunk.z), "+r"(chunk.w)
-      : "r"(address), "r"(static_cast<int>(there))
-      : "memory");
-}
-
 // PTX ISA: ld.shared.v4.f32
 __device__ __forceinline__ void load_shared_floats(float (&x)[4], u32 address) {
   asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"

@@ -11,12 +11,6 @@
 // Of RMSNorm in bf16 a row is x * weight alone (LATE): a product's sums are multiplied with rstd in the
 // end, so that nobody waits for statistics. fp16 has no room for numbers that are not normalised.
 //
-// Of 32 columns lane t of a product (B of ptx/mma.cuh) wants pairs 2t, 2t + 8, 2t + 16 and 2t + 24. PAIRED:
-// they stand side by side, so that those lanes alone which have a row load them, 16 bytes each:
-//
-//   columns   0,1  8,9  16,17  24,25 | 2,3  10,11  18,19  26,27 | 4,5 ...
-//   lane t              0            |             1            |
-//
 // The code is short rather than unrolled: all blocks go through it twice a layer, each time from memory.
 #pragma once
 #include "ptx/cp_async.cuh"
@@ -29,8 +23,7 @@
 
 constexpr int GATHERED_GAP = 8;  // elements between rows: 16 bytes of eight rows meet all banks
 
-template <typename T, int WARPS, bool CENTERED, int MOST, int MOST_AHEAD, bool PAIRED,
-          typename Meet>
+template <typename T, int WARPS, bool CENTERED, int MOST, int MOST_AHEAD, typename Meet>
 struct GatheredRows {
   static constexpr int THREADS = 32 * WARPS, SIZE = 4;  // numbers of an access
   // Accesses of a thread under way: of rows to normalise, (MOST_AHEAD) of longer ones that are taken as
@@ -177,27 +170,12 @@ struct GatheredRows {
     const float2 x = load_shared_pair(address);
     return make_uint2(__float_as_uint(x.x), __float_as_uint(x.y));
   }
-  // Of the thread's row, four numbers from column i on: as they are, or the pairs that a lane of a
-  // product wants of 32 columns side by side.
+  // Of the thread's row, four numbers from column i on.
   __device__ __forceinline__ u32 own(int i, int k) const {
-    const int at = PAIRED ? i / 32 * 32 + i % 8 * 4 + i % 32 / 16 * 4 + i % 16 / 8 * 2 : i;
-    return rows + (row * (k + GATHERED_GAP) + at) * sizeof(T);
+    return rows + (row * (k + GATHERED_GAP) + i) * sizeof(T);
   }
   __device__ __forceinline__ void write(uint2 x, int i, int k) const {
-    const u32 first = own(i, k);
-    if constexpr (PAIRED) {
-      store_shared_word(first, x.x);
-      store_shared_word(first + 16, x.y);
-    } else {
-      store_shared_pair(first, x.x, x.y);
-    }
-  }
-  __device__ __forceinline__ uint2 read(int i, int k) const {
-    const u32 first = own(i, k);
-    if constexpr (PAIRED)
-      return make_uint2(load_shared_word(first), load_shared_word(first + 16));
-    else
-      return load(first);
+    store_shared_pair(own(i, k), x.x, x.y);
   }
 
   // COUNT accesses from column `at` on, all under way before the first is waited for:
@@ -222,7 +200,7 @@ struct GatheredRows {
     for (int i = 0; i < HELD; ++i)
       if (first + i * step < k) act(held[i], first + i * step);
 #pragma unroll 1
-    for (int i = first + HELD * step; i < k; i += step) act(read(i, k), i);
+    for (int i = first + HELD * step; i < k; i += step) act(load(own(i, k)), i);
   }
 
   // That this warp has of a row of k.

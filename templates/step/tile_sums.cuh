@@ -99,7 +99,7 @@ struct TileSums {
   __device__ __forceinline__ void product(const Work& work, u32 rows, int k, bool halves,
                                           const Before& before, const After& after) {
     const int lane = threadIdx.x % WARP_SIZE, parts = work.parts, warps = min(parts, WARPS);
-    const int group = Ring::PAIRED || work.coded ? lane / 4 : lane % 8, token = min(group, m - 1);
+    const int token = min(work.coded ? lane / 4 : lane % 8, m - 1);
     const u32 row = rows + token * (k + GATHERED_GAP) * sizeof(T);
     float d[4] = {};
     int pending = -1;  // a tile that this warp has to add up
@@ -123,8 +123,7 @@ struct TileSums {
       mbarrier_wait(ring.full + 8 * number, parity);
       const int columns = min(max(k - at, 0), COLUMNS);  // the last parts may have none
       const int place = part & ((1 << work.of_stage) - 1);
-      ring.multiply(d, number, place, outputs, halves, work.coded, row + at * sizeof(T), group < m,
-                    columns);
+      ring.multiply(d, number, place, outputs, halves, work.coded, row + at * sizeof(T), columns);
       __syncwarp();
       if (lane == 0) ring.release(number, work.coded);
       if (part + WARPS < parts) continue;  // this warp has more of the same tile

@@ -37,7 +37,6 @@ struct WeightRing {
   static constexpr int CODED_PITCH = BYTES + 64;
   static constexpr int STAGE = ROWS * (CODES ? CODED_PITCH : PITCH);
   static constexpr int SHARES = CODES ? 8 : 2;  // in which a stage is released
-  static constexpr bool PAIRED = !CODES;        // columns of x: see step/gathered_rows.cuh
   static constexpr int AHEAD = 14;  // stages that may come to L2 before they have room in the ring
   static constexpr int PAUSES = 2, PAUSE = 256;  // between two of these; nanoseconds
   static constexpr int NEAR = FLIGHT + 2 < STAGES ? FLIGHT + 2 : FLIGHT;  // under way, of those
@@ -133,10 +132,9 @@ struct WeightRing {
   }
 
   // d += part `place` of a stage, of so many outputs and columns, times up to eight rows of x. By one
-  // warp. x: where the columns begin in the lane's row, if it is `there`.
+  // warp. x: where the columns begin in the lane's row: of numbers lane % 8's, of codes lane / 4's.
   __device__ __forceinline__ void multiply(float (&d)[4], int stage, int place, int outputs,
-                                           bool halves, bool coded, u32 x, bool there,
-                                           int columns) const {
+                                           bool halves, bool coded, u32 x, int columns) const {
     const int lane = threadIdx.x % WARP_SIZE, last = outputs - 1;
     const u32 tile = stages + stage * STAGE;
     const auto row = [&](int i) {  // rows that the tile has not are the last one's
@@ -154,26 +152,19 @@ struct WeightRing {
       }
     }
     const u32 own = tile + row(lane % ROWS) * PITCH + lane / ROWS * 16;
-    const int part_of_x = PAIRED ? lane % 4 : lane / 8;
-    multiply_numbers(d, own + place * PART * sizeof(T), x + part_of_x * 16, there, columns);
+    multiply_numbers(d, own + place * PART * sizeof(T), x + lane / 8 * 16, columns);
   }
 
  private:
-  // weights, x: the lane's addresses, the former for ldmatrix. there: x has a row for the lane.
+  // weights, x: the lane's addresses for ldmatrix, the latter of 32 columns of eight rows.
   static __device__ __forceinline__ void multiply_numbers(float (&d)[4], u32 weights, u32 x,
-                                                          bool there, int columns) {
+                                                          int columns) {
     float sums[3][4] = {};  // of four, none of which waits for another
     const auto span = [&](int i, float (&first)[4], float (&second)[4]) {
       u32 low[4], high[4], own[4];
       ldmatrix_x4(low, weights + i * 2 * SPAN);
       ldmatrix_x4(high, weights + i * 2 * SPAN + SPAN);
-      if constexpr (PAIRED) {
-        uint4 chunk = make_uint4(0, 0, 0, 0);
-        load_shared_chunk_if(chunk, x + i * 2 * SPAN, there);
-        own[0] = chunk.x, own[1] = chunk.y, own[2] = chunk.z, own[3] = chunk.w;
-      } else {
-        ldmatrix_x4(own, x + i * 2 * SPAN);
-      }
+      ldmatrix_x4(own, x + i * 2 * SPAN);
       mma_m16n8k16<T>(first, low, own[0], own[1]);
       mma_m16n8k16<T>(second, high, own[2], own[3]);
     };

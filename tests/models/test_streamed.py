@@ -66,10 +66,10 @@ def test_logits_of_steps(name, monkeypatch):
 
 
 def test_who_has_them():
-    def fits(rows=16, name="llama-3.2-1b", codes=False, target="sm_90a", **changes):
+    def fits(rows=16, name="llama-3.2-1b", codes=None, target="sm_90a", **changes):
         config = replace(ModelConfig.of(name), **changes)
         return streams(config, rows, codes, arch(target))
 
     assert fits() and fits(64) and fits(5, "gpt2")
-    assert not fits(65) and not fits(codes=True) and not fits(target="sm_80")
+    assert not fits(65) and not fits(codes="int4_group") and not fits(target="sm_80")
     assert not fits(qk_norm=True) and not fits(head_dim=32) and not fits(hidden=2044)

@@ -130,6 +130,8 @@ BUGS = (
         "most = max(most, magnitude(made(source(i, false), i)))", "(void)0", by="numbers", **GATED),
     Bug("no residual", FILE, "s[k] += added[k];", ";", by="numbers", **RMS),
     Bug("one scale for all groups", FILE, "+ column_of(i) / 128]", "]", by="race", **LAYER),
+    Bug("another number's code", "templates/quantize/scale.cuh", "word[i], word[i + 1], 0x0040",
+        "word[i + 1], word[i], 0x0040", by="numbers", **GATED),
     Bug("no offset", FILE, "by[k] + weight_offset", "by[k]", by="numbers", **RMS),
 )  # fmt: skip
 
