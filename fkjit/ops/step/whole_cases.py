@@ -163,7 +163,7 @@ class _Step:
         self.p = p
         self.arrays = {
             name: np.asarray(x).astype(np.float64) if np.asarray(x).dtype.kind not in "iu" else x
-            for name, x in arrays.items() if x is not None
+            for name, x in arrays.items() if x is not None and name != "weights"
         }  # fmt: skip
         self.weights = np.asarray(arrays["weights"])
         self.pages = self.arrays["pages"].copy()
