@@ -28,7 +28,7 @@ _CPU_BLOCKS = 3  # of one launch where blocks are interpreted
 _LEAST_CREWS = 8  # of a grid where heads go abreast: decoding gets whole crews
 # What a tile's key costs an SM where one of a single token's KV head costs 1
 # (bench/notes/attention_sm90.md).
-_TILE_WEIGHT = 1.0
+_TILE_WEIGHT = 0.75
 
 
 def decodes(call: str, seen: Mapping[str, View], problem: Problem) -> bool:

@@ -26,10 +26,11 @@ from fkjit.symbolic import decision
 
 _ALIKE = 0.85  # of a mean tile of queries and the longest: blocks end together, round by round
 _FEW_KEYS, _MORE_KEYS = 80, 128  # up to so many are one tile, and others are fastest
+_THREE_TILES, _WHOLE_TILES = 240, 192  # up to so many are three of 80; more, a class of two of 128
 _ALONE = 0.04  # how much faster optimistic tiles are where each has an SM to itself
 # How fast others are than the first tile of a head_dim, per row and where every SM is busy alike
 # (bench/NOTES.md): (tile, optimistic), from so many keys on (a power of two, or 0; 64: 65 to 80
-# keys, 128: 81 to 255), of full rows and of causal ones.
+# keys, 128: 81 to 240, 192: 241 to 255), of full rows and of causal ones.
 _PACE: dict[int, dict[tuple[Any, bool], tuple[tuple[int, float, float], ...]]] = {
     64: {
         ((192, 128), True): ((0, 0.66, 0.66), (64, 0.79, 0.79), (128, 1.01, 1.0)),
@@ -51,10 +52,10 @@ _PACE: dict[int, dict[tuple[Any, bool], tuple[tuple[int, float, float], ...]]] =
             (8192, 1.05, 1.04),
         ),
         ((192, 80), False): (
-            (128, 1.03, 0.93), (2048, 1.02, 0.93), (4096, 1.05, 0.98), (8192, 1.075, 1.006),
-            (16384, 1.085, 1.036),
+            (128, 1.12, 0.93), (192, 0.92, 0.93), (256, 1.03, 0.93), (2048, 1.02, 0.93),
+            (4096, 1.05, 0.98), (8192, 1.075, 1.006), (16384, 1.085, 1.036),
         ),
-        ((128, 64), False): ((0, 1.05, 1.05), (256, 0.93, 0.93)),
+        ((128, 64), False): ((0, 1.05, 1.05), (192, 0.86, 1.05), (256, 0.93, 0.93)),
         ((64, 128), False): ((0, 0.75, 0.75),),
         ((64, 128), True): ((0, 0.78, 0.78),),
         (64, False): ((0, 0.85, 0.85), (256, 0.72, 0.72)),
@@ -181,6 +182,7 @@ def _size_class(problem: Problem, keys: int) -> tuple[int, int, int, int]:
     heads = problem["heads_q"] * problem["batch"]
     power = 1 << keys.bit_length() >> 1 if keys != 64 else 32
     power = max(power, _MORE_KEYS if keys > _FEW_KEYS else 0)
+    power = _WHOLE_TILES if _THREE_TILES < keys < 2 * _MORE_KEYS else power
     return queries, heads, problem.get("multiprocessors", SMS), power
 
 
