@@ -18,7 +18,10 @@
    The third warpgroup multiplies dS K and adds it to `dq_sum`, the fourth has the threads that load
    and copy, as there. K, V and two tiles each of Q and dO are 192 KB: there is one K, so a piece of
    work begins with scores of its own. In order dQ needs 16 KB, which P^T and dS^T leave it: there
-   is one of each, and a third meeting before P^T, where in any order there are two.
+   is one of each, and a third meeting before P^T, where in any order there are two. With 128
+   columns of values tiles have 128 queries, and there is one of dO. PAIRED: two thread blocks of a
+   cluster with neighbouring keys bring Q and dO for both and add up their dQ
+   (backward_sm90/dq_pairs.cuh).
 
    A step takes 2,560 clocks of the tensor cores and of shared memory 3,250 in any order (4,250 in
    order): S and dP 192 KB, dV and dK 96, dQ 64, tiles 64 (dQ staged and read again 128).
@@ -311,9 +314,9 @@ extern "C" __global__ void
           barriers, pair, shared, sizes, next_work, works_taken, step_number, dq_sum, lane, warp,
           threadIdx.x == 2 * WARPGROUP);
     else
-    multiply_dq<elem_t, Layout, Tile, DETERMINISTIC, DIRECT>(
-        barriers, shared, sizes, next_work, works_taken, step_number, dq_sum, turns, lane, warp,
-        threadIdx.x == 2 * WARPGROUP, NoBiasGradient{});
+      multiply_dq<elem_t, Layout, Tile, DETERMINISTIC, DIRECT>(
+          barriers, shared, sizes, next_work, works_taken, step_number, dq_sum, turns, lane, warp,
+          threadIdx.x == 2 * WARPGROUP, NoBiasGradient{});
   } else {
     fewer_registers<COPY_REGISTERS>();
     const int role = __shfl_sync(FULL_MASK, warp, 0);

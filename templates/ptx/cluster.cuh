@@ -61,8 +61,8 @@ __device__ __forceinline__ void cluster_arrive_at(u32 barrier, int rank) {
                : "memory");
 }
 
-// Which cluster of the grid this block is of, of how many: where none was asked for, each is its own.
-// PTX ISA: %clusterid, %nclusterid
+// Which cluster of the grid this block is of, of how many: where none was asked for, each is its
+// own. PTX ISA: %clusterid, %nclusterid
 __device__ __forceinline__ int cluster_index() {
   u32 index;
   asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));

@@ -1,10 +1,10 @@
 /* Attention backward, dK, dV and sums of dQ in a fixed order, on tensor cores (mma.sync; sm_80 and
    newer).
 
-   backward_dkdv.cu's products of a block of keys, with SUMS and without score features, but blocks of
-   keys wait for one another where they add to a tile of dQ (backward/ordered_sums.cuh): five products,
-   and the same bits at every call. A block goes through its tiles from the last one backwards; what it
-   has added to a tile it passes on when the next tile's scores are made.
+   backward_dkdv.cu's products of a block of keys, with SUMS and without score features, but blocks
+   of keys wait for one another where they add to a tile of dQ (backward/ordered_sums.cuh): five
+   products, and the same bits at every call. A block goes through its tiles from the last one
+   backwards; what it has added to a tile it passes on when the next tile's scores are made.
 
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"

@@ -1,8 +1,8 @@
 // Blocks of keys that add to dQ in a fixed order (backward_dkdv.cu).
 //
 // A thread block draws a number, and blocks of keys are numbered so that those of one head come in
-// their order, a section of heads beside one another; each goes through its tiles of queries from the
-// last one backwards. A tile is added to by its blocks of keys in their order:
+// their order, a section of heads beside one another; each goes through its tiles of queries from
+// the last one backwards. A tile is added to by its blocks of keys in their order:
 //
 //   block 0   4 3 2 1 0              the first one stores, the others add
 //   block 1     4 3 2 1              (with a causal mask it does not see tile 0)
@@ -15,8 +15,8 @@
 #include "ptx/atomic.cuh"
 #include "attention/key_block.cuh"
 
-// The number that this thread block has drawn, by way of a word of shared memory; the counter is 0 before
-// and after the launch.
+// The number that this thread block has drawn, by way of a word of shared memory; the counter is 0
+// before and after the launch.
 __device__ __forceinline__ int draw_number(u32* counter, u32 word) {
   if (threadIdx.x == 0) store_shared_word(word, atom_inc_relaxed(counter, gridDim.x));
   __syncthreads();

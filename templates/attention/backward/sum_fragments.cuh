@@ -20,8 +20,8 @@ __device__ __forceinline__ i64 fragment_place(i64 row_block, int column_block, i
 
 // This warp's part of dQ += dS K of a tile of queries. `sums` are those of the tile. dS lies
 // transposed, keys as rows, in ds_tile. WARPS_Q warps share the queries, 32 to each, TURNS the
-// columns, 16 in turns; they are made 32 at a time, which takes few registers. first_one: nothing is
-// there yet to add to.
+// columns, 16 in turns; they are made 32 at a time, which takes few registers. first_one: nothing
+// is there yet to add to.
 template <typename T, typename KTile, typename PTile, int NUM_WARPS>
 __device__ __forceinline__ void add_dq(float* sums, u32 ds_tile, u32 k_tile,
                                        bool first_one = false) {

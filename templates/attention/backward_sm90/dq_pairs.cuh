@@ -1,13 +1,13 @@
 // dQ of two thread blocks of a cluster that have neighbouring keys: each adds the other's half of a
-// tile to its own before it goes to device memory, whose additions are half as many then (L2 makes so
-// many a second, and with 64 keys a block they are what everybody waits for).
+// tile to its own before it goes to device memory, whose additions are half as many then (L2 makes
+// so many a second, and with 64 keys a block they are what everybody waits for).
 //
 //   block 0   its keys' part of the other's half ---+   +---> added to its own half, to `dq_sum`
 //   block 1   ............................... the same, the other way
 //
-// A half is the queries of a row block where a tile has two, else panels of 64 columns. A warp gives to
-// the same warp of the other block, by way of shared memory there; while it waits for what it is given
-// the next product is under way. In order two threads ask for the turn, and pass it on.
+// A half is the queries of a row block where a tile has two, else panels of 64 columns. A warp
+// gives to the same warp of the other block, by way of shared memory there; while it waits for what
+// it is given the next product is under way. In order two threads ask for the turn, and pass it on.
 #pragma once
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
@@ -19,8 +19,8 @@
 #include "tile/tile_copy.cuh"
 #include "attention/backward_sm90/dq_products.cuh"
 
-// What the other block's warp gives is there, its place there is free; a tile's turn has come, and all
-// has been added to it (for each of two threads that have every second tile).
+// What the other block's warp gives is there, its place there is free; a tile's turn has come, and
+// all has been added to it (for each of two threads that have every second tile).
 struct PairBarriers {
   u32 base;
   static constexpr int COPIERS = 2;

@@ -11,8 +11,8 @@
 #include "attention/backward_sm90/products.cuh"
 #include "attention/backward_sm90/sums.cuh"
 
-// A warp's turn at its rows of a tile. SHARERS: warps of other thread blocks add to other columns of
-// theirs, beside it.
+// A warp's turn at its rows of a tile. SHARERS: warps of other thread blocks add to other columns
+// of theirs, beside it.
 template <int SHARERS = 1>
 struct RowTurns {
   u32* counter;

@@ -161,8 +161,8 @@ __device__ __forceinline__ FormKeys<PACKED> take_keys(const Barriers& barriers, 
   return keys;
 }
 
-template <int BLOCK_Q, int BLOCK_K, bool ORDERED, bool PACKED, bool ALIBI, bool MASK, typename KTile,
-          typename VTile, typename Barriers>
+template <int BLOCK_Q, int BLOCK_K, bool ORDERED, bool PACKED, bool ALIBI, bool MASK,
+          typename KTile, typename VTile, typename Barriers>
 __device__ __forceinline__ void load_keys(
     const KeyLoads<KTile, VTile, Barriers>& loads,
     const FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED, ALIBI, MASK>& sizes) {
@@ -202,8 +202,8 @@ struct WorkItemNotes {
                                   piece.batch));
   }
 
-  // Those of the next piece (see BackwardWorkItem::next), if there is one. Without a counter clusters
-  // take turns.
+  // Those of the next piece (see BackwardWorkItem::next), if there is one. Without a counter
+  // clusters take turns.
   __device__ __forceinline__ bool next(bool first, u32* counter, const Sizes& sizes) const {
     while (true) {
       const int pieces = sizes.pieces();

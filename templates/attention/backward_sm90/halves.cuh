@@ -1,5 +1,5 @@
-// Sums of a block's keys whose columns two warpgroups share: of the panels of 64 columns each has half,
-// whole ones next to one another, and of a last one that is left 32 columns.
+// Sums of a block's keys whose columns two warpgroups share: of the panels of 64 columns each has
+// half, whole ones next to one another, and of a last one that is left 32 columns.
 //
 //   3 panels      | 0: whole | 1: whole | 0: half, 1: half |      of which warpgroup
 #pragma once
@@ -19,8 +19,8 @@ struct HalfSums {
     if constexpr (ODD) register_fence(rest[0]);
   }
 
-  // += P^T dO or dS^T Q, where a's columns are b's rows; `b` makes an operand of a place in the tile
-  // and of what this warpgroup's place is further on.
+  // += P^T dO or dS^T Q, where a's columns are b's rows; `b` makes an operand of a place in the
+  // tile and of what this warpgroup's place is further on.
   template <typename T, typename Layout, typename Operand>
   __device__ __forceinline__ void issue(u64 a, const Operand& b) {
     constexpr int PANEL_BYTES = Layout::QTile::PANEL_BYTES;

@@ -3,8 +3,8 @@
 // A work item is a block of BLOCK_K keys of one KV head: every tile of BLOCK_Q queries that
 // sees it, of all query heads that share it. Several blocks of keys add to one tile of dQ.
 //
-// In any order: thread blocks draw pieces from a counter, the longest of a head first, or of all heads
-// where there are few pieces a thread block, which then end together.
+// In any order: thread blocks draw pieces from a counter, the longest of a head first, or of all
+// heads where there are few pieces a thread block, which then end together.
 //
 // In a fixed order (ORDERED) each block of keys has a rank at each tile. Heads are dealt out to
 // teams of thread blocks; a team of `members` goes through a head in `rounds`, in round r its
@@ -33,8 +33,9 @@ template <int BLOCK_Q, int BLOCK_K, bool ORDERED>
 struct BackwardSizes {
   static constexpr int INDEX_ROWS = BLOCK_Q;  // a tile's index counts so many rows
   int batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal;
-  int rounds;  // of a team over a head, where ORDERED; else above 1 for first blocks of all heads first
-  int own_key = 0;  // where this thread block's keys begin in a block of keys that a cluster shares
+  // Of a team over a head, where ORDERED; else above 1 for the first blocks of all heads first.
+  int rounds;
+  int own_key = 0;  // where this block's keys begin in a work item that a cluster shares
 
   // The same, but what follows from it is computed again, and not kept in registers until then.
   __device__ __forceinline__ BackwardSizes again() const {

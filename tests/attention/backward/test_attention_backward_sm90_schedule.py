@@ -112,11 +112,13 @@ def test_rounds_leave_few_multiprocessors_idle(heads, seqlen, slower, dim, causa
 
 
 @pytest.mark.parametrize(
-    ("heads", "seqlen", "drawn"), [((16, 16), 3000, True), ((16, 4), 3000, False), ((8, 8), 900, False)]
+    ("heads", "seqlen", "drawn"),
+    [((16, 16), 3000, True), ((16, 4), 3000, False), ((8, 8), 900, False)],
 )
 def test_causal_blocks_are_drawn_where_there_are_several_a_multiprocessor(heads, seqlen, drawn):
     problem = {"seqlen_k": seqlen, "heads_q": heads[0], "heads_kv": heads[1], "batch": 1}
     params = {"head_dim": 128, "deterministic": True}
     assert hopper.draws(params, {**problem, "causal": True}) is drawn
     assert not hopper.draws(params, {**problem, "causal": False})
-    assert not hopper.draws({**params, "head_dim": 256, "head_dim_v": 256}, {**problem, "causal": 1})
+    wide = {**params, "head_dim": 256, "head_dim_v": 256}
+    assert not hopper.draws(wide, {**problem, "causal": True})

@@ -123,7 +123,9 @@ def _ordered_arguments(params: Params, one: Problem, arrays: Mapping[str, Any]) 
     }
 
 
-def _dkdv(name: str, doc: str, entry: str = "keys", source: str = "backward_dkdv", **more: Any) -> KernelSpec:
+def _dkdv(
+    name: str, doc: str, entry: str = "keys", source: str = "backward_dkdv", **more: Any
+) -> KernelSpec:
     """dk and dv; "sums": and dq, which blocks add to by atomics, "ordered": in a fixed order."""
     verified = {"sums": "DKDV_DQ", "ordered": "DKDV_ORDERED"}.get(name, "DKDV")
     sums = name in ("sums", "ordered")

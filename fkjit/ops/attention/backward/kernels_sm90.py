@@ -23,7 +23,8 @@ from fkjit.runtime.interop import ITEMSIZE, View
 from fkjit.runtime.tensor_map import TensorMap
 from fkjit.spec import KernelSpec, Param, Params, Problem, SharedLayout, Work
 
-HEAD_DIMS = tuple(dim for dim, keys in BLOCK_K.items() if keys == 128)  # what products are padded to
+# What products are padded to, where warpgroups have keys of their own.
+HEAD_DIMS = tuple(dim for dim, keys in BLOCK_K.items() if keys == 128)
 COUNTERS = 1
 _PANEL = 64
 _K_STAGES, _Q_STAGES, _DO_STAGES, _DS_STAGES = 2, 3, 2, 2

@@ -38,7 +38,8 @@ def _registers(params: Params) -> dict[str, int]:
     """Those of a thread, and how many pairs of lse and of delta it reads early."""
     tall = block_q_sm90(params) > 64
     if is_paired(params):
-        ahead, each = (8, 8) if tall else (4, 0), (184, 112, 32)
+        few = "form" in params
+        ahead, each = (8, 2 if few else 8) if tall else (4, 0), (184, 112, 32)
     else:
         ahead, each = ((8, 2), (200, 80, 32)) if tall else ((4, 4), (208, 64, 32))
     names = ("lse_ahead", "delta_ahead", "main_registers", "dq_registers", "copy_registers")

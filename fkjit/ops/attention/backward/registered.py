@@ -66,7 +66,8 @@ def _shown_sm90() -> KernelSpec:
 
 def _shown_wide_sm90() -> KernelSpec:
     spec = with_features(FLASH_WIDE_SM90, SHOWN_WIDE_SM90)
-    return _narrowed(spec, dtype=("bf16",), head_dim=(256,), head_dim_v=(256,), deterministic=(True,))
+    dims = {"head_dim": (256,), "head_dim_v": (256,)}
+    return _narrowed(spec, dtype=("bf16",), deterministic=(True,), **dims)
 
 
 for _spec in (

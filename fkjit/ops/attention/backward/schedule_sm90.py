@@ -86,8 +86,8 @@ def _abreast(params: Params, one: Problem) -> int:
 
 
 def order(params: Params, one: Problem) -> int:
-    """What schedules take as `rounds`. In any order 2: with few causal blocks an SM the longest ones
-    of all heads come first."""
+    """What schedules take as `rounds`. In any order 2 where there are few causal blocks an SM: the
+    longest ones of all heads come first."""
     if "form" in params:
         return _abreast(params, one)
     if params["deterministic"]:

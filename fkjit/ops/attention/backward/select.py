@@ -104,12 +104,13 @@ def _scratch(problem: Problem, wanted: tuple[str, ...]) -> dict[str, tuple[int, 
 
 
 def ordered_pays(one: Problem, head_dim: int) -> bool:
-    """Whether one kernel whose blocks wait for one another beats two: where there are few blocks."""
-    if head_dim != 128:
+    """Whether one kernel whose blocks wait for one another beats two: seen where an SM has one or
+    two causal blocks of keys."""
+    if head_dim != 128 or not one["causal"]:
         return False
     blocks = -(-one["seqlen_k"] // tiles("ordered", head_dim)[0][0])
     workers = one.get("multiprocessors", CPU_MULTIPROCESSORS)
-    return bool(blocks * one["batch"] * one["heads_kv"] <= 2 * workers)
+    return bool(workers < blocks * one["batch"] * one["heads_kv"] <= 2 * workers)
 
 
 class _Call:
@@ -155,8 +156,8 @@ class _Call:
         ]
 
     def _drawn(self, params: dict[str, Any]) -> str:
-        """The text of a band of keys that is no more than the causal mask: with it blocks are drawn,
-        not dealt out to teams."""
+        """The text of a band of keys that is no more than the causal mask: with it blocks are
+        drawn, not dealt out to teams."""
         one = self.problem
         if not draws(params, one):
             return ""
@@ -220,8 +221,8 @@ class _Call:
         return bool(tiles("sums", self.dims[0], self.features.of("sums")))
 
     def _may_order(self) -> bool:
-        """Whether dq is added up beside dk and dv by blocks that wait for one another: without score
-        features, and where few blocks of a head run at a time."""
+        """Whether dq is added up beside dk and dv by blocks that wait for one another, without
+        score features."""
         one = self.problem
         if not self.tensor_cores or not self.chunks or self.options.features:
             return False
