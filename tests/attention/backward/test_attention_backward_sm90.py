@@ -128,7 +128,8 @@ def test_maps_are_encoded_once_an_address(monkeypatch):
 BUGS = (
     Bug("dS is not fenced for wgmma", KERNEL, "proxy_fence();", "", by="race", **SM90),
     Bug("tiles are free before both warpgroups are done", D + "barriers.cuh",
-        "mbarrier_init(q_empty(stage), 8)", "mbarrier_init(q_empty(stage), 4)", by="race", **SM90),
+        "mbarrier_init(q_empty(stage), READERS)", "mbarrier_init(q_empty(stage), 4)", by="race",
+        **SM90),
     Bug("dQ is staged over a copy that is under way", D + "copies.cuh",
         "bulk_wait_read(), mbarrier", "mbarrier", by="race", **SM90),
     Bug("K is overwritten while dQ is multiplied", D + "loads.cuh",
