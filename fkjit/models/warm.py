@@ -13,10 +13,10 @@ from fkjit.models.config import ModelConfig
 from fkjit.models.decoder import CHUNK, LONGEST, PAGE_SIZE
 from fkjit.models.plan import StepPlan, fits, model_of, usual
 from fkjit.models.quantized import described, keeper
-from fkjit.ops.step.begin import prepare as prepare_begin
-from fkjit.ops.step.call import Norm, prepare_append, prepare_linear
 from fkjit.ops.attention.decode import settled
 from fkjit.ops.step import stream
+from fkjit.ops.step.begin import prepare as prepare_begin
+from fkjit.ops.step.call import Norm, prepare_append, prepare_linear
 from fkjit.ops.step.logits import prepare_logits, prepare_pick
 from fkjit.ops.step.whole import LAYER_WORDS, Arrays
 from fkjit.ops.step.whole import prepare as prepare_whole

@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const AttentionForm form${bias_batch} ${score_scalars},
     const Strides mask_bits_strides,  // between batches, heads and tiles, in words
     //% endif
-    const int rounds,  // see backward_sm90/schedule.cuh, or with a form features.cuh
+    const int rounds,    // see backward_sm90/schedule.cuh, or with a form features.cuh
     const int causal) {  // query i sees keys up to i + seqlen_k - seqlen_q
   //% if not deterministic
   constexpr u32* turns = nullptr;

@@ -53,7 +53,7 @@
 //% endif
 
 using elem_t = ${dtype};
-constexpr int BLOCK_Q = ${block_q};    // queries of a tile
+constexpr int BLOCK_Q = ${block_q};                                // queries of a tile
 constexpr int HEAD_DIM = ${head_dim}, HEAD_DIM_V = ${head_dim_v};  // padded with zeros
 constexpr bool DETERMINISTIC = ${deterministic};
 constexpr bool DIRECT = ${direct};  // dQ is added up from registers, else by copies
@@ -77,7 +77,6 @@ enum Meeting { P_READY = 1, DS_READY = 2, P_READ = 3 };   // named barriers of b
 static_assert(2 * MAIN_REGISTERS + DQ_REGISTERS + COPY_REGISTERS <= 65536 / WARPGROUP,
               "more would be waited for forever");
 
-
 using Layout = BackwardLayout<BLOCK_Q, HEAD_DIM, Q_STAGES, DO_STAGES, DQ_STAGES, false, MASK, GUARD,
                               BLOCK_K, 1, DS_STAGES, P_STAGES, HEAD_DIM_V, SHARED_TILES>;
 using QTile = Layout::QTile;
@@ -95,44 +94,44 @@ using Sizes = BackwardSizes<BLOCK_Q, WORK_K, DETERMINISTIC>;
 using Tile = BackwardTile<BLOCK_Q, BLOCK_K>;
 
 extern "C" __global__ void
-//% if paired
+    //% if paired
     __cluster_dims__(2)
-//% endif
+    //% endif
     __launch_bounds__(THREADS, 1) attention_flash_backward_wide_sm90(
-    const __grid_constant__ TensorMap q_map,     // q, dout [batch, heads_q, seqlen_q, head_dim],
-    const __grid_constant__ TensorMap dout_map,  // BLOCK_Q rows; all boxes are 64 columns wide
-    const __grid_constant__ TensorMap k_map,     // k, v [batch, heads_kv, seqlen_k, head_dim],
-    const __grid_constant__ TensorMap v_map,     // BLOCK_K rows
-    elem_t* __restrict__ dk,  // [batch, heads_kv, seqlen_k, head_dim], rows on 16 bytes
-    elem_t* __restrict__ dv,  // the same with head_dim_v columns
-    //% if form
-    // Null where dense. Packed arrays are as attention/backward_sm90/tensor_rows.cuh and
-    // attention/backward/padded_rows.cuh say.
-    const int* __restrict__ cu_seqlens_q,    // [batch + 1]
-    const int* __restrict__ cu_seqlens_k,    // [batch + 1]
-    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q], or null
-    const u32* __restrict__ mask_bits,       // see backward_sm90/mask.cuh
-    //% endif
-    const float* __restrict__ lse_log2,  // [batch, heads_q, rows_padded] contiguous, log2(e) * lse
-    const float* __restrict__ delta,     // like lse_log2: rowsum(dout * o)
-    float* __restrict__ dq_sum,          // [batch, heads_q, rows_padded, WIDTH] as fragments
-    // (attention/backward/sum_fragments.cuh), 0 unless DETERMINISTIC
-    //% if deterministic
-    u32* __restrict__ turns,  // [batch, heads_q, rows_padded / 16], 0 before and after
-    //% endif
-    //% if form or not deterministic
-    u32* __restrict__ counters,  // [1], 0 before and after
-    //% endif
-    const Strides dk_strides, const Strides dv_strides, const int batch, const int heads_q,
-    const int group_size, const int seqlen_q, const int seqlen_k, const int head_dim,
-    const int head_dim_v, const int rows_padded, const float softmax_scale,
-    const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
-    //% if form
-    const AttentionForm form,
-    const Strides mask_bits_strides,  // between batches, heads and tiles, in words
-    //% endif
-    const int rounds,  // see backward_sm90/schedule.cuh, or with a form features.cuh
-    const int causal) {  // query i sees keys up to i + seqlen_k - seqlen_q
+        const __grid_constant__ TensorMap q_map,  // q, dout [batch, heads_q, seqlen_q, head_dim],
+        const __grid_constant__ TensorMap dout_map,  // BLOCK_Q rows; all boxes are 64 columns wide
+        const __grid_constant__ TensorMap k_map,     // k, v [batch, heads_kv, seqlen_k, head_dim],
+        const __grid_constant__ TensorMap v_map,     // BLOCK_K rows
+        elem_t* __restrict__ dk,  // [batch, heads_kv, seqlen_k, head_dim], rows on 16 bytes
+        elem_t* __restrict__ dv,  // the same with head_dim_v columns
+        //% if form
+        // Null where dense. Packed arrays are as attention/backward_sm90/tensor_rows.cuh and
+        // attention/backward/padded_rows.cuh say.
+        const int* __restrict__ cu_seqlens_q,    // [batch + 1]
+        const int* __restrict__ cu_seqlens_k,    // [batch + 1]
+        const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q], or null
+        const u32* __restrict__ mask_bits,       // see backward_sm90/mask.cuh
+        //% endif
+        const float* __restrict__ lse_log2,  // [batch, heads_q, rows_padded] contiguous, log2(e) * lse
+        const float* __restrict__ delta,     // like lse_log2: rowsum(dout * o)
+        float* __restrict__ dq_sum,          // [batch, heads_q, rows_padded, WIDTH] as fragments
+        // (attention/backward/sum_fragments.cuh), 0 unless DETERMINISTIC
+        //% if deterministic
+        u32* __restrict__ turns,  // [batch, heads_q, rows_padded / 16], 0 before and after
+        //% endif
+        //% if form or not deterministic
+        u32* __restrict__ counters,  // [1], 0 before and after
+        //% endif
+        const Strides dk_strides, const Strides dv_strides, const int batch, const int heads_q,
+        const int group_size, const int seqlen_q, const int seqlen_k, const int head_dim,
+        const int head_dim_v, const int rows_padded, const float softmax_scale,
+        const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
+        //% if form
+        const AttentionForm form,
+        const Strides mask_bits_strides,  // between batches, heads and tiles, in words
+        //% endif
+        const int rounds,    // see backward_sm90/schedule.cuh, or with a form features.cuh
+        const int causal) {  // query i sees keys up to i + seqlen_k - seqlen_q
   //% if not deterministic
   constexpr u32* turns = nullptr;
   //% elif not form
@@ -149,8 +148,9 @@ extern "C" __global__ void
                     rows_padded, rounds, form, alibi_slopes, mask_bits, mask_bits_strides,
                     PAIRED ? cluster_rank() * BLOCK_K : 0);
   //% else
-  const Sizes sizes{batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal, rounds,
-                    PAIRED ? cluster_rank() * BLOCK_K : 0};
+  const Sizes sizes{batch,    heads_q,  group_size,
+                    seqlen_q, seqlen_k, rows_padded,
+                    causal,   rounds,   PAIRED ? cluster_rank() * BLOCK_K : 0};
   //% endif
 
   const PairBarriers pair{shared + Layout::BARRIERS + Barriers::BYTES + 32};

@@ -73,7 +73,8 @@ constexpr bool ANEW = BIAS || MASK || SCORE_MOD;  // rows' addresses are worked 
 //% else
 constexpr bool RULES = false, ANEW = false;  // for the scores
 //% endif
-constexpr bool EARLY = ${early};  // keys before the new ones come before the previous kernel is over
+constexpr bool EARLY =
+    ${early};  // keys before the new ones come before the previous kernel is over
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int GROUP_WARPS = ROWS / WARP_ROWS, GROUPS = NUM_WARPS / GROUP_WARPS;
@@ -149,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
     const int causal) {              // new token i sees keys up to i + length - seqlen_q
   // Early: nothing under way writes tables, keys before the new ones, and `seq_lens`: [batch], them.
-  ${"let_next_kernel();" if early else "after_previous_kernel();"}
+  $ { "let_next_kernel();" if early else "after_previous_kernel();" }
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ RowState states[NUM_WARPS * WARP_ROWS];
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
@@ -341,9 +342,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     __syncthreads();
     for (int i = threadIdx.x; i < tile.count * QUADS; i += THREADS) {
       const int row = i / QUADS, column = i % QUADS * 4;
-      const Quad quad =
-          merge_warps<HEAD_DIM, GROUPS>([&](int i) { return outputs + i * RING_STEP; }, states,
-                                        ROWS, row, column, v_factor);
+      const Quad quad = merge_warps<HEAD_DIM, GROUPS>(
+          [&](int i) { return outputs + i * RING_STEP; }, states, ROWS, row, column, v_factor);
       if (cut.count == 1) {
         tile.store(o, o_strides, lse, head_dim_v, row, column, quad);
       } else {

@@ -37,10 +37,10 @@ struct Begin {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    step_begin(const i64* tokens,     // [m]
-               const int* positions,  // [m]
-               const int* rows,       // [m]: rows of the tables, or -1: no sequence
-               const elem_t* __restrict__ embedding,           // [vocabulary, k]
+    step_begin(const i64* tokens,                     // [m]
+               const int* positions,                  // [m]
+               const int* rows,                       // [m]: rows of the tables, or -1: no sequence
+               const elem_t* __restrict__ embedding,  // [vocabulary, k]
                const elem_t* __restrict__ position_embedding,  // [max_positions, k], or null
                const elem_t* __restrict__ norm_weight,         // [k]
                const int* __restrict__ page_table,             // [max_sequences, max_pages]
@@ -73,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   // 2. The stream. A thread keeps its first columns.
   const i64 token = tokens[m];
   const int position = LEARNED ? positions[m] : 0;
-  const bool inside = token >= 0 && token < vocabulary &&
-                      (!LEARNED || (position >= 0 && position < max_positions));
+  const bool inside =
+      token >= 0 && token < vocabulary && (!LEARNED || (position >= 0 && position < max_positions));
   const elem_t* const of_position =
       LEARNED && inside ? position_embedding + static_cast<i64>(position) * k : nullptr;
   const Begin row = {inside ? embedding + token * k : nullptr, of_position,

@@ -8,8 +8,8 @@
 constexpr int THREADS = ${threads}, WARPS = THREADS / WARP_SIZE;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    step_pick(const u32* largest,  // [tiles, m, 2]: values, and columns
-              const int* active,   // [m], what positions grow by
+    step_pick(const u32* largest,      // [tiles, m, 2]: values, and columns
+              const int* active,       // [m], what positions grow by
               i64* __restrict__ best,  // [m]
               i64* __restrict__ tokens, int* __restrict__ positions,  // [m]
               const int tiles, const int m,

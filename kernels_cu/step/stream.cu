@@ -43,10 +43,10 @@
 //% endif
 
 using elem_t = ${dtype};
-using out_t = ${"float" if head else dtype};
+using out_t = $ { "float" if head else dtype };
 using Activation = ${activation};
 constexpr bool GATE = ${gate}, HEAD = ${head}, APPEND = ${append}, ROPE = ${rope};
-constexpr bool NORM = ${norm != "none"}, CENTERED = ${norm == "layer"};      // of x
+constexpr bool NORM = ${norm != "none"}, CENTERED = ${norm == "layer"};           // of x
 constexpr bool LEAVES = ${leaves != "none"}, LEAVES_MEAN = ${leaves == "layer"};  // for out's
 constexpr int TOKENS = ${tokens};    // rows of x, padded, and what stands behind them
 constexpr int ROWS = ${rows};        // of the weight in a tile; with APPEND a head
@@ -76,7 +76,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
                 const __grid_constant__ TensorMap norm_map,  // [1, k], the norm's weight
                 const __grid_constant__ TensorMap norm_bias_map,
                 //% endif
-                const elem_t* __restrict__ bias,               // [n], with GATE [2 n], or null
+                const elem_t* __restrict__ bias,  // [n], with GATE [2 n], or null
                 //% if norm != "none"
                 const float* moments,  // [parts, m], with CENTERED [parts, m, 2], of x's rows
                 //% endif
@@ -127,8 +127,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   // 1. Barriers; where memory is checked, NaN in rows that x has not.
   if (threadIdx.x == 0) rings.begin();
   if (GUARD > 0)
-    for (int stage = 0; stage < X_STAGES; ++stage)
-      Rings::X::mark(rings.x(stage), x_rows, TOKENS);
+    for (int stage = 0; stage < X_STAGES; ++stage) Rings::X::mark(rings.x(stage), x_rows, TOKENS);
   __syncthreads();
   let_next_kernel();
 

@@ -38,7 +38,7 @@ using elem_t = ${dtype};
 using Activation = ${activation};
 constexpr bool CENTERED = ${centered};  // LayerNorm
 constexpr bool ROPE = ${rope}, GATE = ${gate};
-constexpr bool CODES = ${codes};  // weights of layers' products are of int4
+constexpr bool CODES = ${codes};                  // weights of layers' products are of int4
 constexpr int D = ${head_dim}, GROUP = ${group};  // query heads of a key head
 constexpr int OWN = ${own};                       // of those in a work item of attention
 constexpr int MOST = ${most};                     // rows there is room for
@@ -172,8 +172,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   const bool attends = blockIdx.x < items;
   const auto heads_of = [&](int n) {
     elem_t* const own = pages + 2 * n * model.plane;
-    return DecodeLayer<elem_t>{at.qkv(),        at.attended(), at.partials(),
-                               first_tag + n, own,         own + model.plane};
+    return DecodeLayer<elem_t>{at.qkv(),      at.attended(), at.partials(),
+                               first_tag + n, own,           own + model.plane};
   };
 
   // What this block has of each product, and of attention.
@@ -196,8 +196,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   }
   if (attends) {
     if (threadIdx.x == 0) item = DecodeItem::make(state, blockIdx.x, Heads::PARTS, OWN * D);
-    if (ROPE) Heads::load_angles(angles, table, state,
-                                  blockIdx.x / splits / Heads::PARTS / model.heads_kv);
+    if (ROPE)
+      Heads::load_angles(angles, table, state, blockIdx.x / splits / Heads::PARTS / model.heads_kv);
   }
   __syncthreads();
 
@@ -271,29 +271,27 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
 
     // 4. The block's outputs: heads of q, k and v; added to the stream; up with its activation; logits,
     //    and the largest of them.
-    sums_of.product(work, rows, k, halves, before,
-                    [&](int i, int row, int column, float2 sum) {
-                      if (Rows::LATE && own.norm != nullptr) {
-                        const float by = taken.late(row, of_hidden, model.eps);
-                        sum.x *= by, sum.y *= by;
-                      }
-                      float y = sum.x + static_cast<float>(wanted[i].x);
-                      if (kind == QKV) {
-                        store_word(at.qkv() + row * heads + column, tagged(y, tag));
-                      } else if (kind == UP) {
-                        y = Activation::value(y);
-                        if (GATE) y *= sum.y + static_cast<float>(wanted[i].y);
-                        store_word(at.inner() + row * model.mlp + column,
-                                   tagged(static_cast<elem_t>(y), tag));
-                      } else if (kind == HEAD) {
-                        logits[row * static_cast<i64>(model.logits_stride) + column] = sum.x;
-                        best[i].see(sum.x, column);
-                      } else {
-                        y += static_cast<float>(number<elem_t>(wanted[i].word));
-                        store_word(at.stream() + row * hidden + column,
-                                   tagged(static_cast<elem_t>(y), stream_tag + 1));
-                      }
-                    });
+    sums_of.product(work, rows, k, halves, before, [&](int i, int row, int column, float2 sum) {
+      if (Rows::LATE && own.norm != nullptr) {
+        const float by = taken.late(row, of_hidden, model.eps);
+        sum.x *= by, sum.y *= by;
+      }
+      float y = sum.x + static_cast<float>(wanted[i].x);
+      if (kind == QKV) {
+        store_word(at.qkv() + row * heads + column, tagged(y, tag));
+      } else if (kind == UP) {
+        y = Activation::value(y);
+        if (GATE) y *= sum.y + static_cast<float>(wanted[i].y);
+        store_word(at.inner() + row * model.mlp + column, tagged(static_cast<elem_t>(y), tag));
+      } else if (kind == HEAD) {
+        logits[row * static_cast<i64>(model.logits_stride) + column] = sum.x;
+        best[i].see(sum.x, column);
+      } else {
+        y += static_cast<float>(number<elem_t>(wanted[i].word));
+        store_word(at.stream() + row * hidden + column,
+                   tagged(static_cast<elem_t>(y), stream_tag + 1));
+      }
+    });
     meet();  // the rows are read
   }
 

@@ -38,9 +38,9 @@ struct DecodeState {
 // The work item of a block, the same in all layers: made once, in shared memory.
 struct DecodeItem {
   int number, team, sequence, head, part, split;  // part: of a key head's query heads
-  int position;  // in the cache of the new token
-  int keys;      // of the sequence, the new one included where there is room for it
-  int each;      // keys of an item where all are seen
+  int position;                                   // in the cache of the new token
+  int keys;  // of the sequence, the new one included where there is room for it
+  int each;  // keys of an item where all are seen
   int begin_column, end_column, lanes_log2;  // what it merges, so many lanes a column
   bool room;
   i64 place;  // of the new token's k and v, elements of a layer
@@ -97,7 +97,7 @@ struct DecodeHeads {
   static constexpr int DEPTH = OWN == 1 ? 5 : 2;  // keys of a group of lanes that are under way
   struct alignas(16) Shared {
     float q[OWN][D];
-    T fresh[2][D];                   // the new token's key and value
+    T fresh[2][D];                 // the new token's key and value
     float sums[WARPS][OWN][WIDE];  // sums of values; maximum; sum
   };
   static constexpr int STEP = WARPS * KEYS;  // keys that the block has at a time
@@ -201,7 +201,7 @@ struct DecodeHeads {
       const int head = i / HALF, pair = i % HALF;
       const int from = head < OWN    ? own_head * GROUP + span.item.part * OWN + head
                        : head == OWN ? heads_q + own_head
-                                       : heads_q + state.heads_kv + own_head;
+                                     : heads_q + state.heads_kv + own_head;
       const u64* const low_word = source + from * D + pair;
       const float cosine = ROPE ? angles[pair] : 1.f, sine = ROPE ? angles[pair + HALF] : 0.f;
       u64 words[2];

@@ -47,7 +47,10 @@ struct GatheredRows {
         rows(rows),
         factors(factors),
         m(m),
-        warps_log2(m > 4 ? 0 : m > 2 ? 1 : m > 1 ? 2 : 3) {
+        warps_log2(m > 4   ? 0
+                   : m > 2 ? 1
+                   : m > 1 ? 2
+                           : 3) {
     static_assert(WARPS == 8, "a warp for each of eight rows");
     row = threadIdx.x / WARP_SIZE >> warps_log2;
     first = (threadIdx.x - (row << warps_log2) * WARP_SIZE) * SIZE;

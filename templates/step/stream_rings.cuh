@@ -93,9 +93,9 @@ struct StreamRings {
       for (int slice = 0; slice < BLOCK_K / 16; ++slice)
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block)
-          wgmma_shared<T, false, false>(
-              acc[block], a + block * (64 * BLOCK_K * 2 >> 4) + slice * W::STEP,
-              b + slice * X::STEP, step > 0 || slice > 0);
+          wgmma_shared<T, false, false>(acc[block],
+                                        a + block * (64 * BLOCK_K * 2 >> 4) + slice * W::STEP,
+                                        b + slice * X::STEP, step > 0 || slice > 0);
       wgmma_commit();
       if (step > 0) {
         wgmma_wait<1>();

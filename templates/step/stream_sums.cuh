@@ -87,8 +87,7 @@ __device__ __forceinline__ void row_factors(float* factors, float* means, const 
       for (int i = 0; i < BATCH; ++i)
 #pragma unroll
         for (int word = 0; word < WORDS; ++word)
-          x[i][word] =
-              first + i < parts ? moments[((first + i) * m + row) * WORDS + word] : 0.f;
+          x[i][word] = first + i < parts ? moments[((first + i) * m + row) * WORDS + word] : 0.f;
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
         if (CENTERED && first + i < parts) {

@@ -145,7 +145,7 @@ struct WeightRing {
         const u32 low = tile + row(lane / 4) * CODED_PITCH,
                   high = tile + row(lane / 4 + 8) * CODED_PITCH;
         const u32 codes = place * PART / 2 + lane % 4 * 16, scales = BYTES + place * PART / 64;
-        const CodedPart<T> part = {low + codes,   high + codes,          low + scales,
+        const CodedPart<T> part = {low + codes,   high + codes,      low + scales,
                                    high + scales, x + lane % 4 * 64, lane % 4 >= 2};
         part.multiply(d, columns);
         return;

@@ -51,7 +51,8 @@ def test_what_a_fused_layer_has_otherwise_is_not_tried_again():
     ("llama-3.2-1b", 8, StepPlan(streamed=True)), ("gpt2", 8, StepPlan(streamed=True)),
     ("gpt2", 1, StepPlan(whole=True)), ("gpt2", 4, StepPlan(whole=True)),
     ("gpt2", 16, StepPlan(streamed=True)), ("llama-3.2-1b", 64, StepPlan(streamed=True)),
-    ("gpt2", 64, StepPlan()), ("llama-3.2-1b", 65, StepPlan()), ("qwen3-0.6b", 1, StepPlan()), ("qwen3-0.6b", 16, StepPlan()),
+    ("gpt2", 64, StepPlan()), ("llama-3.2-1b", 65, StepPlan()),
+    ("qwen3-0.6b", 1, StepPlan()), ("qwen3-0.6b", 16, StepPlan()),
 ])  # fmt: skip
 def test_the_usual_plan_is_that_of_a_table_on_gpus_that_were_measured(name, rows, words):
     config = ModelConfig.of(name)

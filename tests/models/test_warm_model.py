@@ -59,7 +59,9 @@ def test_a_model_takes_few_variants(name, most):
     of_steps = {"settled_attention.split", "streamed_append.stream", "streamed_logits.stream"}
     if name == "qwen3-0.6b":
         of_steps = {"attention_decode.split", "linear.skinny"}
-    assert {"attention_form.flash_sm90", "linear.wgmma", "kv_slots.rows"} | of_steps <= kernels(found)
+    assert {"attention_form.flash_sm90", "linear.wgmma", "kv_slots.rows"} | of_steps <= kernels(
+        found
+    )
     assert not kernels(found) & {"moe_route.warp", "attention.flash", "rope.computed"}
     one = {job.label for job in warm.jobs(name, batches=[1], arch="sm_90a")}
     assert one < set(labels)

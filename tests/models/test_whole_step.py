@@ -113,8 +113,10 @@ def test_a_step_with_weights_of_int4_has_the_logits_of_many_launches(launched):
     weights, found = random_weights(config, torch.float16, "cpu"), []
     with quiet():
         for plan in (WHOLE, StepPlan()):
-            decoder = Decoder(config, weights, dtype="fp16", device="cpu", max_batch=1,
-                              max_length=32, page_size=8, plan=plan, quantize="int4_group")  # fmt: skip
+            decoder = Decoder(
+                config, weights, dtype="fp16", device="cpu", max_batch=1, max_length=32,
+                page_size=8, plan=plan, quantize="int4_group",
+            )  # fmt: skip
             decoder.submit([3, 4], max_new_tokens=3)
             decoder.advance()
             decoder.advance()

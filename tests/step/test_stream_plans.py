@@ -1,4 +1,4 @@
-"""The warm path of streamed steps, on CPU tensors and with kernels that only note their arguments."""
+"""The warm path of streamed steps: CPU tensors, kernels that only note their arguments."""
 
 from __future__ import annotations
 
@@ -56,8 +56,12 @@ def calls():
         table = torch.zeros(20, 64) if norm is RMS else None
         places = (whole(3), None if table is None else whole(3), table, *pages)
         yield stream._APPEND, (*scaled, *places), (), (4, "nhd", 1e-5, None)
-        yield (stream._LEAVING, (half(3, 128), half(128, 128), None, None, None, None,
-                                 half(3, 128), norm.weight), (), ("none", False, 0.0, kind, None))
+        yield (
+            stream._LEAVING,
+            (half(3, 128), half(128, 128), None, None, None, None, half(3, 128), norm.weight),
+            (),
+            ("none", False, 0.0, kind, None),
+        )
         yield stream._LINEAR, (*scaled, None, None), (), ("silu", True, 1e-5, "none", None)
         yield (logits._LOGITS, (*scaled, None), (torch.zeros(3, 512), None), (1e-5, None))
     yield logits._PICK, (whole(8, 3, 2), ids, whole(3), whole(3)), (), (False,)

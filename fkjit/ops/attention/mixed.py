@@ -1,6 +1,6 @@
-"""Mixed batches of `paged_attention`: sequences of one new token and others, whichever they are when
-the kernels run. On Hopper one launch does both (attention/mixed/work_items.cuh); elsewhere, and with what
-that does not know, decoding's kernel those of one token and prefill's the others."""
+"""Mixed batches of `paged_attention`: sequences of one new token and others, whichever they are
+when the kernels run. On Hopper one launch does both (attention/mixed/work_items.cuh); elsewhere, and
+with what that does not know, decoding's kernel those of one token and prefill's the others."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def with_decode(request: Request, table_rows: int) -> Request:
 
 
 def _is_for_one(prefill: Launch) -> bool:
-    """Whether the kernel of prefill has decoding's part as well: 16-bit pages, windows and sinks, two
-    consumers whose tiles have room for decoding's rings."""
+    """Whether the kernel of prefill has decoding's part as well: 16-bit pages, windows and sinks,
+    two consumers whose tiles have room for decoding's rings."""
     if prefill.spec.name != FLASH_SM90.name or prefill.problem["seqlen_q"] == 1:
         return False
     features, problem = parse(prefill.params["form"]), prefill.problem

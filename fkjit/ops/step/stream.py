@@ -14,7 +14,6 @@ from fkjit.ops.kv.planes import planes
 from fkjit.ops.kv.problem import check_pages
 from fkjit.ops.op.checks import check_dtype, check_same_dtype, check_shape
 from fkjit.ops.op.op import Launch, Op, Output, Request
-from fkjit.ops.op.shapes import rows_of
 from fkjit.ops.step.call import Norm, check_indices, row_step
 from fkjit.ops.step.stream_kernel import APPEND, BLOCK_K, HALF, LINEAR, TILES, TOKENS, WHOLE, Tile
 from fkjit.runtime.interop import View

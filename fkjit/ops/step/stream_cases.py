@@ -202,7 +202,7 @@ def _pick_inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays
     m, tiles = p["m"], p["tiles"]
     values = rng.integers(0, 50, (tiles, m)).astype(np.float32)
     values[tiles // 2, 1] = np.nan
-    columns = (rng.permutation(tiles)[:, None] * 64 + rng.integers(0, 64, (tiles, m)))
+    columns = rng.permutation(tiles)[:, None] * 64 + rng.integers(0, 64, (tiles, m))
     return {"largest": np.stack([values.view(np.int32), columns.astype(np.int32)], -1),
             "tokens": np.arange(m), "positions": np.arange(m, dtype=np.int32),
             "active": np.arange(m, dtype=np.int32) % 2}  # fmt: skip

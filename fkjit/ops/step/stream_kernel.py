@@ -15,8 +15,16 @@ from fkjit.ops.gemm import epilogue
 from fkjit.ops.step.kernels import append_arguments
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.runtime.tensor_map import TensorMap
-from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, Work, register
-from fkjit.spec import size_class
+from fkjit.spec import (
+    KernelSpec,
+    Param,
+    Params,
+    Problem,
+    SharedLayout,
+    Work,
+    register,
+    size_class,
+)
 
 TOKENS = (16, 32, 48, 64, 80)  # there is room for; with LayerNorm 16 of them are its own
 BLOCK_K = 64  # of a stage

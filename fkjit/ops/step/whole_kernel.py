@@ -29,8 +29,15 @@ _TILE_ROWS, _GAP, _CODED_GAP = 16, 16, 64  # rows of a weight in a stage; bytes 
 _PLACES = 8  # of tiles whose sums wait to be added up
 _BLOCK_BYTES = 226 << 10  # of shared memory, 1 KB for barriers left out
 # Columns of a stage, stages, of which under way, warps that fetch.
-RINGS = ((512, 12, 3, 2), (512, 11, 3, 2), (512, 10, 3, 2), (512, 9, 3, 2), (512, 8, 3, 2),
-         (256, 8, 2, 2), (64, 9, 2, 2))
+RINGS = (
+    (512, 12, 3, 2),
+    (512, 11, 3, 2),
+    (512, 10, 3, 2),
+    (512, 9, 3, 2),
+    (512, 8, 3, 2),
+    (256, 8, 2, 2),
+    (64, 9, 2, 2),
+)
 _ROOMS = (25, 8, 12, 16, 28, 42, 56, 74, 88, 140)  # KB for rows, and what is beside them
 _ASIDE = (8, 1, 2, 4, 6, 12, 20)  # KB of that beside the rows
 

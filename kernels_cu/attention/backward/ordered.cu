@@ -69,8 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const Strides v_strides, const Strides dk_strides, const Strides dv_strides, const int heads_q,
     const int group_size,  // query heads a KV head
     const int seqlen_q, const int seqlen_k, const int head_dim, const int head_dim_v,
-    const int heads_abreast,
-    const int rows_padded, const float softmax_scale,
+    const int heads_abreast, const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e)
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
   extern __shared__ __align__(1024) unsigned char shared_memory[];

@@ -88,7 +88,7 @@ __device__ __forceinline__ void multiply_dq_paired(const Barriers& barriers,
       last = tile.last;
       const bool first = ORDERED && load_shared_word(barriers.tile(step_number) + 16) == 0;
       const int row_block = tile.index * INDEX_BLOCKS + own.block() * 4 + warp;
-      const auto issue = [&](float(&dq)[1][CHUNKS][4], const Half& half, int part) {
+      const auto issue = [&](float (&dq)[1][CHUNKS][4], const Half& half, int part) {
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < K_STEPS; ++step)

@@ -179,7 +179,7 @@ __device__ __forceinline__ void load_keys(
 template <typename Sizes>
 struct WorkItemNotes {
   static constexpr int BLOCK_Q = Sizes::BLOCK_Q, BLOCK_K = Sizes::BLOCK_K;
-  static constexpr int KEYS = 32;  // bytes before what the others are told
+  static constexpr int KEYS = 32;     // bytes before what the others are told
   static constexpr int NUMBER = 176;  // before the last number, where clusters take turns
   u32 address;
 
@@ -196,10 +196,10 @@ struct WorkItemNotes {
     store_shared_chunk(address + 16,
                        make_uint4(backwards ? last : first, backwards ? first : last,
                                   row_blocks * (ROW_STEP / BLOCK_Q), piece.block * 2 + backwards));
-    store_shared_chunk(address + KEYS,
-                       make_uint4(piece.keys.start + piece.first_key() + sizes.own_key, piece.head,
-                                  Sizes::PACKED ? keys_left - sizes.own_key : piece.batch,
-                                  piece.batch));
+    store_shared_chunk(
+        address + KEYS,
+        make_uint4(piece.keys.start + piece.first_key() + sizes.own_key, piece.head,
+                   Sizes::PACKED ? keys_left - sizes.own_key : piece.batch, piece.batch));
   }
 
   // Those of the next piece (see BackwardWorkItem::next), if there is one. Without a counter

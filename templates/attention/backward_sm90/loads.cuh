@@ -146,7 +146,7 @@ struct KeyLoads {
     const RingPlace<Barriers::K_STAGES> place = ring_place<Barriers::K_STAGES>(taken);
     mbarrier_wait(barriers.k_empty(place.stage), place.parity ^ 1);
     tma_load_tile<KTile>(k_tile + place.stage * k_stage_bytes, k_map, barriers.k_full(place.stage),
-                        row, head, batch);
+                         row, head, batch);
     mbarrier_wait(barriers.v_empty(), taken & 1 ^ 1);
     tma_load_tile<VTile>(v_tile, v_map, barriers.v_full(), row, head, batch);
   }

@@ -40,7 +40,8 @@ template <typename Rings, typename T, bool SINKS>
 struct SingleTokens {
   static constexpr int WARPS = 8, THREADS = WARPS * WARP_SIZE, BARRIER = 4;
   static constexpr int HEAD_DIM = Rings::WIDTH, QUADS = HEAD_DIM / 4;
-  static constexpr int KEYS = 16, UNIT_LOG2 = 7;  // of a step; of a unit, which is a step of each warp
+  static constexpr int KEYS = 16,
+                       UNIT_LOG2 = 7;  // of a step; of a unit, which is a step of each warp
   static constexpr int RING_BYTES = 16384, RINGS = Rings::QTile::BYTES / RING_BYTES;
   using KvTile = SwizzledTile<KEYS, HEAD_DIM>;
   using KReader = FragmentReader<KvTile, BlockOrder::COL_MAJOR>;
@@ -52,7 +53,7 @@ struct SingleTokens {
   using Keys = SegmentKeys<KvTile, T, WARPS, WARP_SIZE, STAGES>;
   static constexpr int PART_LANES = min_of(WARP_SIZE, QUADS);
   static constexpr int PARTS_AT_ONCE =
-      min_of(PART_LANES, OUTPUT_STAGES * STAGE_BYTES / (WARP_SIZE * 16));
+      min_of(PART_LANES, OUTPUT_STAGES* STAGE_BYTES / (WARP_SIZE * 16));
   static_assert(STAGES > 1 && RINGS > 0 && KEYS * WARPS == 1 << UNIT_LOG2, "a ring of steps");
   static_assert(AHEAD_STEPS > 0, "outputs and queues are left in the ring");
   static_assert(Rings::QTile::BYTES == Rings::KTile::BYTES &&
@@ -104,8 +105,8 @@ struct SingleTokens {
     while (true) {
       const Segment segment = next;
       const HeadParts cut(segment, shares, crew, 0);
-      const int counter = cut.counter(place.sequence * heads + segment.head,
-                                      sequences.batch * heads, 0);
+      const int counter =
+          cut.counter(place.sequence * heads + segment.head, sequences.batch * heads, 0);
       const RowTile tile{query_rows, sequences.queries(place.sequence), segment.head, 0,
                          query_rows.count()};
       OnlineSoftmax<1> softmax;

@@ -68,9 +68,7 @@ struct MixedWorkItems : AttentionWorkItems {
   }
 
   // Each block draws until it gets too high a number: then the counter is 0 again.
-  __device__ __forceinline__ int draw() const {
-    return atomicInc(counters, count + gridDim.x - 1);
-  }
+  __device__ __forceinline__ int draw() const { return atomicInc(counters, count + gridDim.x - 1); }
 
   // By a whole warp: the sequence of a number is looked for among 32 at a time.
   template <typename Item>

@@ -21,7 +21,6 @@ from fkjit.ops.attention.features import parse
 from fkjit.ops.attention.problem import shape_class
 from fkjit.spec import KernelSpec, Param, Params, SharedLayout, Work
 
-
 _PAIR_BYTES = 32 + 96 + 16  # of barriers behind those of features, and a number
 
 

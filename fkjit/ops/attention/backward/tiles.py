@@ -29,7 +29,6 @@ def block_q_sm90(params: Params) -> int:
     return WIDE_SM90.get(dims) or BLOCK_Q_SM90[dims[0]]
 
 
-
 Table = dict[int, tuple[Any, ...]]  # of a head dimension, the fastest first
 
 # (rows of a block, rows of a tile of the others, warps); the last one fits on sm_75

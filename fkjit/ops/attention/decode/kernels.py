@@ -62,7 +62,8 @@ def _derive(params: Params) -> dict[str, Any]:
     return {
         "kept": {"same": params["dtype"], "fp8": "e4m3", "int8": "i8"}[params["storage"]],
         **{"num_warps": warps, "keys": keys, "stages": stages, "min_blocks": min_blocks},
-        "q_in_registers": params["head_dim"] <= widest, "early": params.get("early", False),
+        "q_in_registers": params["head_dim"] <= widest,
+        "early": params.get("early", False),
         "early_lengths": ", -1, nullptr, seqlen_q" if params.get("early") else "",
         **({"form": False, **NOT_PACKED} if features is None else features.values()),
     }

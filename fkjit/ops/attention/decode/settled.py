@@ -63,8 +63,8 @@ SETTLED = register(
 
 
 def settled_attention(q: Any, cache: Any, rows: Any, positions: Any, layer: int) -> Any:
-    """`paged_attention` of q [batch, heads_q, head_dim] with the cache's own tables. positions: int32
-    [batch], of the new tokens: how many keys come before each of them.
+    """`paged_attention` of q [batch, heads_q, head_dim] with the cache's own tables. positions:
+    int32 [batch], of the new tokens: how many keys come before each of them.
     ParameterError, ArgumentTypeError: as that."""
     held = planes("settled_attention", cache, layer, None)
     arrays = (q, *held.arrays[:2], cache.page_table, positions, rows, None, None)
@@ -85,9 +85,7 @@ def choice(problem: Problem, sms: int) -> tuple[kernels.Tile, int]:
     """The tile, and blocks of each key head of a sequence; 0: those that fill the GPU once."""
     heads = problem["batch"] * problem["heads_kv"] / sms
     dim = next(one for one in HEAD_DIMS if one >= problem["head_dim"])
-    return next(
-        (tile, each) for least, most, tile, each in _CHOICES[dim] if least <= heads <= most
-    )
+    return next((tile, each) for least, most, tile, each in _CHOICES[dim] if least <= heads <= most)
 
 
 def _on_grid(params: Params, problem: Problem, each: int, sms: int, arch: Arch) -> Problem:
