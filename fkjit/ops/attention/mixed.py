@@ -1,6 +1,6 @@
 """Mixed batches of `paged_attention`: sequences of one new token and others, whichever they are
-when the kernels run. On Hopper one launch does both (attention/mixed/work_items.cuh); elsewhere, and
-with what that does not know, decoding's kernel those of one token and prefill's the others."""
+when the kernels run. On Hopper one launch does both (attention/mixed/work_items.cuh); elsewhere,
+and with what that does not know, decoding's kernel those of one token and prefill's the others."""
 
 from __future__ import annotations
 
