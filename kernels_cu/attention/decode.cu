@@ -73,8 +73,7 @@ constexpr bool ANEW = BIAS || MASK || SCORE_MOD;  // rows' addresses are worked 
 //% else
 constexpr bool RULES = false, ANEW = false;  // for the scores
 //% endif
-constexpr bool EARLY =
-    ${early};  // keys before the new ones come before the previous kernel is over
+constexpr bool EARLY = ${early};  // first keys come before the previous kernel is over
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int GROUP_WARPS = ROWS / WARP_ROWS, GROUPS = NUM_WARPS / GROUP_WARPS;
@@ -150,7 +149,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
     const int causal) {              // new token i sees keys up to i + length - seqlen_q
   // Early: nothing under way writes tables, keys before the new ones, and `seq_lens`: [batch], them.
-  $ { "let_next_kernel();" if early else "after_previous_kernel();" }
+  //% if early
+  let_next_kernel();
+  //% else
+  after_previous_kernel();
+  //% endif
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ RowState states[NUM_WARPS * WARP_ROWS];
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;

@@ -190,26 +190,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const int consumer = warpgroup - 1, lane = threadIdx.x % WARP_SIZE;
     //% if together
     if (decodes) {
-      const SingleTokenArrays<elem_t> arrays{q,
-                                             k,
-                                             v,
-                                             page_table,
-                                             sinks,
-                                             o,
-                                             lse,
-                                             workspace,
-                                             counters + 1,
-                                             {q_strides.row, q_strides.head, 0},
-                                             k_strides,
-                                             v_strides,
-                                             {o_strides.row, o_strides.head, 0},
-                                             head_dim,
-                                             head_dim_v,
-                                             table_width,
-                                             page_log2,
-                                             static_cast<u32>(num_pages),
-                                             slots,
-                                             form.softmax_scale};
+      // clang-format off
+      const SingleTokenArrays<elem_t> arrays{
+          q, k, v, page_table, sinks, o, lse, workspace, counters + 1,
+          {q_strides.row, q_strides.head, 0}, k_strides, v_strides,
+          {o_strides.row, o_strides.head, 0}, head_dim, head_dim_v, table_width, page_log2,
+          static_cast<u32>(num_pages), slots, form.softmax_scale};
+      // clang-format on
       const Sequences sequences{
           seq_lens, rows, batch, max_seqlen_k, table_rows, 1 + form.window_left, cu_seqlens_q};
       const QueryRows one_token{group_size, 1, heads_q / group_size, 1.f / group_size,

@@ -43,7 +43,11 @@
 //% endif
 
 using elem_t = ${dtype};
-using out_t = $ { "float" if head else dtype };
+//% if head
+using out_t = float;
+//% else
+using out_t = ${dtype};
+//% endif
 using Activation = ${activation};
 constexpr bool GATE = ${gate}, HEAD = ${head}, APPEND = ${append}, ROPE = ${rope};
 constexpr bool NORM = ${norm != "none"}, CENTERED = ${norm == "layer"};           // of x
