@@ -208,12 +208,10 @@ def _outputs_sm90(params: Params, p: Problem) -> Arrays:
 
 def _tolerance_sm90(params: Params) -> float:
     """Scores of e4m3 have 13 bits there, so that a large weight may be rounded the other way too:
-    by an eighth of itself, of one key in fifteen times a value of three; of e5m2, whose steps are
-    wider, of one in eleven times a value of four."""
-    if params["values"] == "half":
-        return tolerance({**params, "weights": "half"})
-    of_one = 4e-2 if params["values"] == "e5m2" else 2.5e-2
-    return max(tolerance({**params, "weights": "fp8"}), of_one)
+    by an eighth of itself, of one key in eleven times a value of four."""
+    weights = "half" if params["values"] == "half" else "fp8"
+    of_one = 0.0 if weights == "half" else 4e-2
+    return max(tolerance({**params, "weights": weights}), of_one)
 
 
 FLASH_CODES_SM90 = also_packed(Verification(
