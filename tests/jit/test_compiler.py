@@ -124,18 +124,13 @@ def test_a_compiler_that_crashes_is_a_typed_error_and_the_next_compile_works(how
         """
         from fkjit.errors import CompilerStoppedError
         compile_new()
-        seen = threading.Event()
-        def kill():  # again and again: one that dies between two compiles is replaced silently
-            while not seen.wait(0.05):
-                try: os.kill(helpers()[0], getattr(signal, sys.argv[1]))
-                except (IndexError, ProcessLookupError): pass  # being replaced
-        killer = threading.Thread(target=kill)
-        killer.start()
+        def kill():
+            time.sleep(0.05)
+            os.kill(helpers()[0], getattr(signal, sys.argv[1]))
+        threading.Thread(target=kill).start()
         try:
             while True: compile_new()
         except CompilerStoppedError as error: print(error)
-        seen.set()
-        killer.join()
         compile_new()
         os.kill(helpers()[0], signal.SIGKILL)  # while nobody uses it
         time.sleep(0.05)
