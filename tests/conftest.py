@@ -113,11 +113,12 @@ def _share_the_cpus(workers: int) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Unless --dist names another: neighbours, which share kernels, stay in one worker, and whoever
-    is done takes from those that are not."""
-    from xdist.scheduler import WorkStealingScheduling
+    """Unless --dist names another: whole groups of tests, which share kernels and fixtures."""
+    if config.getoption("dist") != "load":
+        return None
+    from tests.core.groups import DearestFirst
 
-    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+    return DearestFirst(config, log)
 
 
 def pytest_collectstart() -> None:
