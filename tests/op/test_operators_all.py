@@ -138,6 +138,7 @@ def test_sizes_may_be_dynamic(name):
     assert len(graphs) == 1
 
 
+@one_in(3)
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
 @pytest.mark.parametrize("given", [torch.float32, torch.float16], ids=str)
 def test_autocast_casts_attention_as_it_does_pytorchs(backend, given):
