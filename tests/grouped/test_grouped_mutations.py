@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.core.mutations import Bug
-from tests.core.sampling import ONLY_WITH_EVERY_VARIANT
+from tests.core.sampling import ONE_OF_EACH_KIND, ONLY_WITH_EVERY_VARIANT
 from tests.core.test_mutations import KINDS, outcome
 
 GROUPS, WGMMA_CU = "templates/gemm/groups.cuh", "kernels_cu/gemm/wgmma.cu"
@@ -146,7 +146,7 @@ BUGS = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(key=lambda bug: bug.kernel)
+@ONE_OF_EACH_KIND
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug, monkeypatch):
     said = outcome(bug, monkeypatch, plant=True)

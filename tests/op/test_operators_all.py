@@ -47,7 +47,7 @@ def differentiated(case, call, inputs):
     ]
 
 
-@one_in(4)
+@one_in(6)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_call_is_traced_without_a_break(case):
     """By AOTAutograd, backward included, with what it writes made functional."""
