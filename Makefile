@@ -6,8 +6,9 @@
 PYTHON ?= python3
 CUDA ?= $(or $(shell nvidia-smi 2>/dev/null | sed -nE 's/.*CUDA Version: *([0-9]+).*/\1/p'),13)
 ARGS ?=
-# Of 2 cores: two more, since many a test waits for a process that it has started.
-JOBS ?= 4
+# Of 2 cores: one more, since many a test waits for a process that it has started. Each worker takes
+# 20 s to import and collect everything.
+JOBS ?= 3
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c

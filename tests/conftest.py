@@ -15,7 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.core.sampling import spread
+from tests.core.sampling import covering, spread
 
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 _CACHE = "FKJIT_CACHE_DIR"
@@ -77,8 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test marked `sampled` the first case of each value that the mark's `key` gives of its
-    parameters, none where that is None; or one in `share`. What is asked for by name is not
-    sampled."""
+    parameters, none where that is None; or one in `share`; or those that have all values of `cover`
+    between them. What is asked for by name is not sampled."""
     named = config.option.keyword or any("[" in argument for argument in config.args)
     if named or config.getoption("--every-variant"):
         return
@@ -99,6 +99,8 @@ def _not_sampled(cases: list[pytest.Item]) -> list[pytest.Item]:
     params = [item.callspec.params if hasattr(item, "callspec") else {} for item in cases]
     if "share" in mark.kwargs:
         kept = spread(params, mark.kwargs["share"])
+    elif "cover" in mark.kwargs:
+        kept = covering([mark.kwargs["cover"](**each) for each in params])
     else:
         values = [mark.kwargs["key"](**each) for each in params]
         kept = {values.index(value) for value in values if value is not None}
@@ -113,11 +115,12 @@ def _share_the_cpus(workers: int) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Unless --dist names another: neighbours, which share kernels, stay in one worker, and whoever
-    is done takes from those that are not."""
-    from xdist.scheduler import WorkStealingScheduling
+    """Unless --dist names another: whole groups of tests, which share kernels and fixtures."""
+    if config.getoption("dist") != "load":
+        return None
+    from tests.core.groups import DearestFirst
 
-    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+    return DearestFirst(config, log)
 
 
 def pytest_collectstart() -> None:

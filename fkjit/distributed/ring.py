@@ -118,8 +118,9 @@ def _forward(inputs: Tensors, call: Ring) -> tuple[Tensors, Tensors]:
     for step, found in enumerate(steps):
         if step + 1 < len(steps):
             travelling.ask(step + 1)
+        keys, values = travelling.present
         for tile in found:
-            made.add(*travelling.present, tile)
+            made.add(keys, values, tile)
         travelling.take()
     travelling.end()
     results = made.results()
@@ -158,7 +159,8 @@ class Merged:
             self.one = self.rows.attend(*given)
             return
         place = next(self.places)
-        self.rows.attend_into(*(x[place] for x in self.stack), *given)
+        o, lse = (x[place] for x in self.stack)
+        self.rows.attend_into(o, lse, *given)
 
     def results(self) -> Any:
         return self.one if self.stack is None else self.rows.merge(*self.stack)

@@ -321,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     NoBiasGradient bias_gradient;
     //% endif
     multiply_dq<elem_t, Layout, Tile, DETERMINISTIC, DIRECT>(
-        barriers, shared, sizes, next_work, works_taken, step_number, dq_sum, turns, lane, warp,
+        barriers, shared, sizes, next_work, works_taken, step_number, dq_sum, lane, warp,
         threadIdx.x == 2 * WARPGROUP, bias_gradient);
   } else {
     fewer_registers<COPY_REGISTERS>();
@@ -336,11 +336,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       const KeyLoads<KTile, VTile, Barriers> loads{barriers,           shared, Layout::K_STAGE,
                                                    shared + Layout::V, k_map,  v_map};
       load_keys(loads, sizes);
-    } else if (DETERMINISTIC && !DIRECT && signals) {
+    } else if (DETERMINISTIC && signals) {
       // ---- copies of dQ, in turns
       //% if deterministic
       const DQParts<Layout, Sizes::INDEX_ROWS> parts{dq_sum, shared};
-      if constexpr (!DIRECT) copy_ordered<Layout>(barriers, turns, warp - 2, parts);
+      copy_ordered<Layout>(barriers, turns, warp - 2, parts);
       //% endif
     }
   }

@@ -315,7 +315,7 @@ extern "C" __global__ void
           threadIdx.x == 2 * WARPGROUP);
     else
       multiply_dq<elem_t, Layout, Tile, DETERMINISTIC, DIRECT>(
-          barriers, shared, sizes, next_work, works_taken, step_number, dq_sum, turns, lane, warp,
+          barriers, shared, sizes, next_work, works_taken, step_number, dq_sum, lane, warp,
           threadIdx.x == 2 * WARPGROUP, NoBiasGradient{});
   } else {
     fewer_registers<COPY_REGISTERS>();
@@ -330,7 +330,7 @@ extern "C" __global__ void
       const KeyLoads<KTile, VTile, Barriers> loads{barriers,           shared, Layout::K_STAGE,
                                                    shared + Layout::V, k_map,  v_map};
       load_keys(loads, sizes);
-    } else if (DETERMINISTIC && (PAIRED || !DIRECT) && signals) {
+    } else if (DETERMINISTIC && signals) {
       // ---- copies of dQ, in turns; or turns alone
       //% if deterministic
       const DQParts<Layout, Sizes::INDEX_ROWS> parts{dq_sum, shared};

@@ -15,7 +15,7 @@ from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.runtime.interop import numpy_dtype
 
 FORMS = ("window", "softcap", "alibi_slopes", "bias", "mask", "sinks")
-EXAMPLES = settings(max_examples=100)
+EXAMPLES = settings(max_examples=50)
 
 
 def nothing_runs():

@@ -102,7 +102,7 @@ def target(request, monkeypatch):
     monkeypatch.setattr("fkjit.jit.build.settings", lambda: found)
 
 
-@one_in(2, target=TARGETS, page=(16, 64, 8, 1, 256))
+@one_in(3, target=TARGETS, page=(16, 64, 8, 1, 256))
 @pytest.mark.parametrize(
     "page, layout, dim, options",
     [
@@ -195,7 +195,7 @@ def test_one_error_for_what_is_wrong(what):
         fkjit.paged_attention(*case.given(), **options)
 
 
-BATCH = ((1, 430), (40, 100), (1, 33), (0, 5), (1, 1), (34, 34), (1, 90))
+BATCH = ((1, 200), (40, 70), (0, 5), (1, 1), (20, 33))
 
 
 @pytest.fixture
@@ -274,12 +274,12 @@ def test_torch_compile_traces_packed_queries():
 STORED = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}
 
 
-@one_in(6)
+@one_in(9)
 @pytest.mark.parametrize("storage", STORED)
 @pytest.mark.parametrize(
     "dim, page, dtype, options",
     [
-        (64, 16, "f2", {}), (64, 8, "bfloat16", {"sinks": np.array([1, -1, 0, 2], "f4")}),
+        (64, 16, "f2", {}), (64, 8, "bfloat16", {"sinks": np.array([1, -1], "f4")}),
         (40, 16, "f2", {"window": (20, 0), "softcap": 3.0}), (36, 16, "f2", {}),
         (128, 64, "bfloat16", {"window": (20, 0)}), (64, 1, "f2", {}), (192, 16, "bfloat16", {}),
     ],
@@ -287,7 +287,7 @@ STORED = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}
 def test_quantized_pages(storage, dim, page, dtype, options, target, launched, request):
     """Beside pages of the numbers that codes and scales mean; no code of a token that there is not
     is read: here they are NaN or far off."""
-    case = draw(3, page, dim=dim, dtype=dtype)
+    case = draw(3, page, dim=dim, heads=(2, 2), dtype=dtype)
     scales = [np.array(pair, "f4") for pair in ((0.02, 0.05), (0.03, 0.01))]
     codes, numbers = [], []
     for held, scale in zip(case.pages, scales, strict=True):

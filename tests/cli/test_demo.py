@@ -13,7 +13,7 @@ from tests.cli.kit import run
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(demo, "_ON_CPU", demo.Sizes(batch=1, seqlen=100, repeats=1))
+    monkeypatch.setattr(demo, "_ON_CPU", demo.Sizes(batch=1, seqlen=70, repeats=1))
     monkeypatch.setattr(demo, "gpus", lambda: ([], "no driver"))
 
 

@@ -18,8 +18,8 @@ every other tile, and of those that are interpreted, but where these have guards
 arrays in shared memory, which is another compile. Of any other kernel, for each target, only of the
 widest of these variants.
 
-The interpreter runs the PTX of these very compiles, a third of the home's. `pytest --every-variant`
-leaves nothing out.
+The interpreter runs the PTX of these very compiles, a third of the home's, of some kernels a sixth.
+`pytest --every-variant` leaves nothing out.
 """
 
 from __future__ import annotations
@@ -54,6 +54,14 @@ HOPPER = "sm_90a"
 ALWAYS_GUARDED = (
     "linear.wgmma", "linear_flagged.wgmma", "grouped_linear.wgmma",
     *(f"streamed_{name}.stream" for name in ("linear", "logits", "append")),
+)  # fmt: skip
+# Whose variants take seconds each to interpret or to compile, and which have tests of their own: of
+# these a sixth of the home's is interpreted, one at the least.
+DEAR = (
+    "attention.flash_sm90", "attention_backward.flash_sm90", "attention_backward.flash_wide_sm90",
+    "quantized_attention.flash_sm90", "linear.wgmma", "linear_flagged.wgmma",
+    "quantized_linear.wgmma", "grouped_linear.wgmma", "grouped_linear.fp8_wgmma",
+    "grouped_linear.ragged_wgmma", "streamed_append.stream", "decode_step.whole",
 )  # fmt: skip
 AMPERE, BLACKWELL = ("sm_80", "sm_86", "sm_89"), ("sm_100a", "sm_120a")
 FAMILIES = (("sm_75",), AMPERE, (HOPPER,), BLACKWELL)
@@ -238,10 +246,11 @@ def to_interpret(spec: KernelSpec, name: str, every: bool = False) -> list[Cubin
 
 @cache
 def interpreted(spec: KernelSpec) -> Variants:
-    """Of the home's variants a third, two at the least: of those with guards, if there are as many,
-    and of those with the most values that are new."""
+    """Of the home's variants a third, two at the least (of DEAR kernels a sixth): of those with
+    guards, if there are as many, and of those with the most values that are new."""
     chosen, found = plan(spec)[home_of(spec)], []
-    most = min(max(-(-len(chosen) // 3), 2), len(chosen))
+    share, least = (6, 1) if spec.id in DEAR else (3, 2)
+    most = min(max(-(-len(chosen) // share), least), len(chosen))
     for variants in (guarded(spec), chosen):
         while len(found) < most and (left := [p for p in variants if p not in found]):
             known = set().union(*map(values, found))

@@ -47,7 +47,7 @@ def test_is_the_product_with_its_epilogue(dtype, activation, gate):
     assert_close(y, expected(x, weight, bias, **options), dtype)
 
 
-@one_in(4)
+@one_in(6)
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize(
     ("dtype", "impl"), [(dtype, impl) for dtype, impls in IMPLEMENTATIONS.items() for impl in impls]

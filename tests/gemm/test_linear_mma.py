@@ -20,9 +20,6 @@ from tests.core.sampling import one_in
 from tests.core.sweep_kit import check_numbers
 
 LAYOUTS = tuple(itertools.product(("mk", "km"), ("nk", "kn")))
-EACH_WITH_SOME = one_in(
-    2, x_layout=["mk", "km"], weight_layout=["nk", "kn"], aligned=[True, False], gate=[False, True]
-)
 MMA_PARAMS = {
     "dtype": "bf16", "out_dtype": "bf16", "activation": "none", "gate": False, "residual": False,
     "pre": False, "mma_k": 16,
@@ -47,7 +44,6 @@ def check(spec, params, *sizes, **given):
 
 
 @one_in(4)
-@EACH_WITH_SOME
 @pytest.mark.parametrize(("x_layout", "weight_layout"), LAYOUTS)
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("gate", [False, True])
@@ -59,8 +55,7 @@ def test_every_layout_of_16_bits(x_layout, weight_layout, aligned, gate):
     check(MMA_ALL, params, *sizes)
 
 
-@one_in(2)
-@EACH_WITH_SOME
+@one_in(4)
 @pytest.mark.parametrize(("x_layout", "weight_layout"), LAYOUTS)
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("gate", [False, True])

@@ -11,6 +11,7 @@ import fkjit
 from fkjit.errors import ParameterError
 from fkjit.jit.build import quiet
 from fkjit.settings import settings
+from tests.core.sampling import one_in
 from tests.gemm.kit import FLOOR
 from tests.grouped.kit import arrays, by_choice, choices, grouped, layer, layer_arrays
 
@@ -32,6 +33,7 @@ def numbers(quantized):
         return fkjit.dequantize(quantized, "fp32").double()
 
 
+@one_in(2)
 @pytest.mark.parametrize(("gate", "n"), [(True, 128), (False, 128)])
 def test_the_product_of_what_codes_stand_for(gate, n, hopper):
     ids = choices(20, 3, 1)

@@ -20,7 +20,7 @@ def call(*args, **options):
         return fkjit.moe_layer(*args, **options)
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [

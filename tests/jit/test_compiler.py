@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Every child begins with this: `compile_new()` compiles a kernel that no cache has.
 PRELUDE = """
 import itertools, os, random, signal, sys, threading, time
+from contextlib import suppress
 from pathlib import Path
 from fkjit.arch import target
 from fkjit.cache.lookup import Cache
@@ -124,13 +125,18 @@ def test_a_compiler_that_crashes_is_a_typed_error_and_the_next_compile_works(how
         """
         from fkjit.errors import CompilerStoppedError
         compile_new()
+        met = threading.Event()
         def kill():
-            time.sleep(0.05)
-            os.kill(helpers()[0], getattr(signal, sys.argv[1]))
-        threading.Thread(target=kill).start()
+            while not met.wait(0.05):  # until one of these comes while it compiles
+                for pid in helpers():
+                    with suppress(ProcessLookupError): os.kill(pid, getattr(signal, sys.argv[1]))
+        thread = threading.Thread(target=kill)
+        thread.start()
         try:
             while True: compile_new()
         except CompilerStoppedError as error: print(error)
+        met.set()
+        thread.join()
         compile_new()
         os.kill(helpers()[0], signal.SIGKILL)  # while nobody uses it
         time.sleep(0.05)

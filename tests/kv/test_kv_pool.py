@@ -194,7 +194,7 @@ class Against(RuleBasedStateMachine):
 
 
 TestAgainst = Against.TestCase
-TestAgainst.settings = settings(deadline=None, max_examples=200, stateful_step_count=40)
+TestAgainst.settings = settings(deadline=None, max_examples=100, stateful_step_count=40)
 
 
 def filled():

@@ -156,6 +156,7 @@ def test_hooks_and_dropout_are_for_transformers(model):
     assert heard and engines.engine is None
 
 
+@one_in(2)
 def test_new_weights_are_seen_and_nothing_is_there_twice(model):
     """An optimizer writes where the steps read; `half` and a deep copy give parameters other
     memory, which the next call notices."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 
 from fkjit.jit.build import quiet
@@ -9,19 +11,21 @@ from fkjit.models import routers
 
 torch = pytest.importorskip("torch", reason="needs torch")
 transformers = pytest.importorskip("transformers", reason="needs transformers, fkjit[models]")
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import (  # noqa: E402
-    DeepseekV3TopkRouter,
-)
-from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter  # noqa: E402
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter  # noqa: E402
 
 SIZES = {"hidden_size": 32, "num_experts_per_tok": 3, "num_local_experts": 8}
 GROUPED = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
-CONFIGS = {
-    MixtralTopKRouter: transformers.MixtralConfig,
-    Qwen3MoeTopKRouter: transformers.Qwen3MoeConfig,
-    DeepseekV3TopkRouter: transformers.DeepseekV3Config,
+MIXTRAL, QWEN3, DEEPSEEK = "Mixtral", "Qwen3Moe", "DeepseekV3"
+PLACES = {
+    MIXTRAL: "mixtral.modeling_mixtral.MixtralTopKRouter",
+    QWEN3: "qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter",
+    DEEPSEEK: "deepseek_v3.modeling_deepseek_v3.DeepseekV3TopkRouter",
 }
+
+
+def kind_of(name):
+    """The class, which takes seconds to import: only workers that run these tests do."""
+    module, _, kind = PLACES[name].rpartition(".")
+    return getattr(import_module(f"transformers.models.{module}"), kind)
 
 
 def router(kind, config, dtype="float32"):
@@ -35,19 +39,20 @@ def router(kind, config, dtype="float32"):
     return made.to(getattr(torch, dtype))
 
 
-@pytest.mark.parametrize(("kind", "config", "dtype"), [
-    pytest.param(MixtralTopKRouter, {}, "float32", id="renormalised"),
+@pytest.mark.parametrize(("name", "config", "dtype"), [
+    pytest.param(MIXTRAL, {}, "float32", id="renormalised"),
     pytest.param(
-        Qwen3MoeTopKRouter, {"num_experts": 8, "norm_topk_prob": False}, "float32", id="softmax"
+        QWEN3, {"num_experts": 8, "norm_topk_prob": False}, "float32", id="softmax"
     ),
     pytest.param(
-        Qwen3MoeTopKRouter, {"num_experts": 8, "norm_topk_prob": True}, "bfloat16", id="bf16"
+        QWEN3, {"num_experts": 8, "norm_topk_prob": True}, "bfloat16", id="bf16"
     ),
-    pytest.param(DeepseekV3TopkRouter, GROUPED, "float32", id="grouped"),
-    pytest.param(DeepseekV3TopkRouter, GROUPED, "bfloat16", id="fp32 logits"),
+    pytest.param(DEEPSEEK, GROUPED, "float32", id="grouped"),
+    pytest.param(DEEPSEEK, GROUPED, "bfloat16", id="fp32 logits"),
 ])  # fmt: skip
-def test_choices_weights_dtypes_and_gradients_are_the_module_s(kind, config, dtype):
-    module = router(kind, CONFIGS[kind](**SIZES | config), dtype)
+def test_choices_weights_dtypes_and_gradients_are_the_module_s(name, config, dtype):
+    made = getattr(transformers, f"{name}Config")(**SIZES | config)
+    module = router(kind_of(name), made, dtype)
     x, slopes, found = torch.randn(2, 9, 32, dtype=module.weight.dtype), torch.randn(18, 8), []
     with quiet():
         replaced = routers.replacement(module)
@@ -77,26 +82,26 @@ def test_equal_logits_of_16_bits_hide_no_rule():
         assert routers.replacement(module) is not None
 
 
-class OtherTopKRouter(MixtralTopKRouter):
-    """Weights that no rule makes."""
-
-    def forward(self, hidden_states):
-        logits, weights, ids = super().forward(hidden_states)
-        return logits, weights.sqrt(), ids
-
-
-class SoloTopKRouter(MixtralTopKRouter):
-    """One result in place of three."""
-
-    def forward(self, hidden_states):
-        return super().forward(hidden_states)[0]
-
-
 def test_a_router_with_another_rule_or_other_results_is_left():
+    mixtral = kind_of(MIXTRAL)
+
+    class OtherTopKRouter(mixtral):
+        """Weights that no rule makes."""
+
+        def forward(self, hidden_states):
+            logits, weights, ids = super().forward(hidden_states)
+            return logits, weights.sqrt(), ids
+
+    class SoloTopKRouter(mixtral):
+        """One result in place of three."""
+
+        def forward(self, hidden_states):
+            return super().forward(hidden_states)[0]
+
     config = transformers.MixtralConfig(**SIZES)
     many = transformers.MixtralConfig(**SIZES | {"num_local_experts": 2048})
     with quiet():
         assert routers.replacement(router(OtherTopKRouter, config)) is None
         assert routers.replacement(router(SoloTopKRouter, config)) is None
-        assert routers.replacement(router(MixtralTopKRouter, many)) is None  # too many experts
+        assert routers.replacement(router(mixtral, many)) is None  # too many experts
         assert routers.replacement(torch.nn.Linear(4, 4)) is None

@@ -16,6 +16,7 @@ from fkjit.settings import settings
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from fkjit.models import Decoder  # noqa: E402
+from tests.core.sampling import one_in  # noqa: E402
 from tests.models.reference_model import CONFIGS, logits_of, state_of  # noqa: E402
 
 STREAMED = StepPlan(streamed=True)
@@ -35,6 +36,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr("fkjit.jit.build.settings", lambda: chosen)
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", WIDE)
 def test_logits_of_steps(name, monkeypatch):
     """Of two steps of three sequences behind prompts of several lengths; which kernels ran."""

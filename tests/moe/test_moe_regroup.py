@@ -33,7 +33,7 @@ def blocks(request, monkeypatch):
     return request.param
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.data(), st.integers(0, 300), st.integers(1, 9), st.integers(1, 1024), st.integers(0, 999))
 def test_any_choices(data, tokens, top_k, experts, seed):
     rng = np.random.default_rng(seed)

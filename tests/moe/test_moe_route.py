@@ -35,7 +35,7 @@ def assert_routed(found, p, arrays):
     assert np.allclose(weights, expected["topk_weights"], rtol=5e-7, atol=1e-30)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.integers(1, moe.MAX_EXPERTS), st.integers(1, moe.MAX_TOP_K), st.sampled_from(moe.SCORINGS),
     st.booleans(), st.booleans(), st.sampled_from(["fp16", "bf16", "fp32"]), st.integers(0, 9),
@@ -52,7 +52,7 @@ def test_any_number_of_experts(experts, top_k, scoring, renormalize, biased, dty
     assert_routed(route(rows, top_k, **options), p, arrays)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     st.integers(1, 32), st.integers(1, 32), st.data(), st.booleans(), st.sampled_from(moe.SCORINGS)
 )

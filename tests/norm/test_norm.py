@@ -124,7 +124,7 @@ def test_fp16_at_its_limits():
 # ------------------------------------------------------------------ rows of all kinds
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_any_width_and_distance_of_rows(data):
     """Slices of wider arrays; out may be given, or be x or the residual. Gaps stay as they are."""

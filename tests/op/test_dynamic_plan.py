@@ -222,7 +222,7 @@ def check(name: str, recorder: Recorder) -> None:
     assert answered > 5
 
 
-@one_in(3)
+@one_in(5)
 @pytest.mark.parametrize("name", CASES)
 def test_any_sizes(name: str, dynamic: Recorder) -> None:  # noqa: F811
     check(name, dynamic)

@@ -47,7 +47,7 @@ def differentiated(case, call, inputs):
     ]
 
 
-@one_in(4)
+@one_in(6)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_call_is_traced_without_a_break(case):
     """By AOTAutograd, backward included, with what it writes made functional."""
@@ -138,6 +138,7 @@ def test_sizes_may_be_dynamic(name):
     assert len(graphs) == 1
 
 
+@one_in(3)
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
 @pytest.mark.parametrize("given", [torch.float32, torch.float16], ids=str)
 def test_autocast_casts_attention_as_it_does_pytorchs(backend, given):

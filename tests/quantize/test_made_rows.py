@@ -10,6 +10,7 @@ import fkjit
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
 from tests.core.mutations import Bug
+from tests.core.sampling import one_in
 from tests.core.test_mutations import KINDS, outcome
 
 SCHEMES = ("fp8_row", "int8_row", "fp8_block")
@@ -37,6 +38,7 @@ def close(found, exact, scheme):
     assert (a - b).norm() < 3e-3 * b.norm()
 
 
+@one_in(2)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("columns", [64, 328, 20_000])
 def test_rms_norm(scheme, columns):
@@ -56,6 +58,7 @@ def test_layer_norm_with_a_residual(scheme):
     close(found, exact, scheme)
 
 
+@one_in(2)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 def test_halves_of_a_product_become_codes(activation):
     both = normal(5, 2 * 264, dtype=torch.float16)

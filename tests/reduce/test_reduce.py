@@ -62,7 +62,7 @@ def test_many_rows(kind, columns):
     check(kind, normal((70, columns + 5), "fp32")[:, 5:], -1)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.data())
 def test_any_strides_and_phases(data):
     rows, columns = data.draw(st.integers(1, 80)), data.draw(st.integers(1, 70))

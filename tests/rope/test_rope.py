@@ -169,7 +169,7 @@ def test_nan_stays_in_its_pair():
 # ------------------------------------------------------------------ shapes, strides, positions
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_any_layout_strides_and_positions(data):
     draw = data.draw

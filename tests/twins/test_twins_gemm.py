@@ -104,6 +104,7 @@ def test_the_suite_finds_each_candidate_right_and_other_numbers_wrong(interprete
     assert "wrong result" in str(op.expected(given, others).judge(found).why_wrong())
 
 
+@one_in(2)
 @pytest.mark.parametrize("given", [given for op, given in CASES if op == "linear_backward"],
                          ids=backward_bench.label)  # fmt: skip
 def test_the_twin_makes_dbias_as_well(interpreter, given):  # noqa: F811

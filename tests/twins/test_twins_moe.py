@@ -47,7 +47,7 @@ def candidates(op, name, given, arrays):
     return made.prepare(given, arrays)
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize(
     ("op", "given", "name"), CASES, ids=[f"{o}-{n}-{g['dtype']}" for o, g, n in CASES]
 )

@@ -101,7 +101,7 @@ def moe_layer(
     )  # fmt: skip
     if _wants_grad(logits):
         weights = weights_of(logits, ids, scoring, renormalize, routed_scaling_factor)
-    said = {"impl": impl, "precision": precision}
+    said: dict[str, Any] = {"impl": impl, "precision": precision}
     hidden = grouped_linear(
         x, w_gate_up, groups, gather=True, activation=activation, gate=True,
         save_pre_activation=save_pre_activation, out_scheme=_between(x, w_gate_up, w_down), **said,
@@ -175,7 +175,7 @@ def _prepare(*args: Any, **named: Any) -> None:
     local = None if given["expert_map"] is None else here
     _able(moe_route_and_regroup).prepare(logits, top_k, size, num_local_experts=local, **routing)
     groups = _groups_like(x, top_k, here, size)
-    said = {"impl": impl, "precision": given["precision"]}
+    said: dict[str, Any] = {"impl": impl, "precision": given["precision"]}
     kept = {name: given[name] for name in ("activation", "save_pre_activation")}
     scheme = _between(x, up, down)
     _able(grouped_linear).prepare(

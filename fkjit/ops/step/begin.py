@@ -36,8 +36,8 @@ def step_begin(
     tables = (cache.page_table, cache.capacities, cache.lengths)
     arrays = (tokens, positions, rows, embedding, position_embedding, norm.weight, *tables)
     options = (cache.page_size, "rms" if norm.bias is None else "layer")
-    slots, stream, *scaled = _OP(arrays, (), options)
-    return slots, stream, Scaled(*scaled, norm)
+    slots, stream, scaled, moments = _OP(arrays, (), options)
+    return slots, stream, Scaled(scaled, moments, norm)
 
 
 def prepare(

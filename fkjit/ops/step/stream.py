@@ -65,8 +65,8 @@ def streamed_linear(
     op, arrays, options = _linear_call(x, weight, bias, activation, gate, residual, norm, tile)
     if norm is None:
         return op(arrays, (), options)
-    out, *scaled = op(arrays, (), options)
-    return out, Scaled(*scaled, norm)
+    out, scaled, moments = op(arrays, (), options)
+    return out, Scaled(scaled, moments, norm)
 
 
 def prepare_linear(
@@ -126,8 +126,8 @@ def taken(x: Any) -> tuple[Any, tuple[Any, Any, Any], float]:
     """x as it lies, what the product takes of its norm, and eps."""
     if not isinstance(x, Scaled):
         return x, (None, None, None), 0.0
-    norm = x.norm if x.norm.bias is not None else (None, None)
-    return x.x, (x.moments, *norm[:2]), x.norm.eps
+    norm, centered = x.norm, x.norm.bias is not None
+    return x.x, (x.moments, norm.weight if centered else None, norm.bias), norm.eps
 
 
 # ------------------------------------------------------------------ tiles
@@ -203,7 +203,7 @@ def _of_x(call: str, seen: Mapping[str, View], m: int, k: int) -> tuple[str, int
 
 
 def tile_of(call: str, tile: Tile | None, usual: Tile, k: int) -> Tile:
-    found = usual if tile is None else tuple(tile)
+    found = usual if tile is None else (*tile,)
     if found not in TILES or found[1] > -(-k // BLOCK_K):
         raise ParameterError(f"{call}: tile={tile!r}; allowed: one of {TILES}, k for each block")
     return found

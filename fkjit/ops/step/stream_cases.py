@@ -113,7 +113,7 @@ def _append_inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arra
 
 def _linear_outputs(params: Params, p: Problem) -> Arrays:
     kind, m, n = numpy_dtype(p["dtype"]), p["m"], p["n"]
-    made = {"out": np.full((m, n), np.nan, kind)}
+    made: Arrays = {"out": np.full((m, n), np.nan, kind)}
     if p["leaves"] != "none":
         pair = (2,) if p["leaves"] == "layer" else ()
         tiles = -(-n // p["tile"][0])

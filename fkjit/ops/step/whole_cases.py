@@ -161,7 +161,7 @@ class _Step:
 
     def __init__(self, p: Problem, arrays: Mapping[str, Any]) -> None:
         self.p = p
-        self.arrays = {
+        self.arrays: dict[str, Any] = {
             name: np.asarray(x).astype(np.float64) if np.asarray(x).dtype.kind not in "iu" else x
             for name, x in arrays.items() if x is not None and name != "weights"
         }  # fmt: skip

@@ -11,46 +11,21 @@
 #include "attention/backward_sm90/products.cuh"
 #include "attention/backward_sm90/sums.cuh"
 
-// A warp's turn at its rows of a tile. SHARERS: warps of other thread blocks add to other columns
-// of theirs, beside it.
-template <int SHARERS = 1>
-struct RowTurns {
-  u32* counter;
-  u32 rank, others;
-
-  // `about`: notes of the tile, if there is an order.
-  __device__ __forceinline__ RowTurns(u32* turns, u32 about, int row_block, bool ordered)
-      : counter(turns + row_block),
-        rank(ordered ? load_shared_word(about + 16) : 0),
-        others(ordered ? load_shared_word(about + 20) : 0) {}
-  __device__ __forceinline__ void wait(bool signals) const {
-    if (signals && rank > 0)
-      while (load_acquire(counter) < SHARERS * rank) {
-      }
-    __syncwarp();
-  }
-  __device__ __forceinline__ void leave(bool signals) const {
-    __syncwarp();
-    if (signals) red_inc_release(counter, SHARERS * others);
-  }
-};
-
 // dQ of a tile is multiplied in parts of 64 queries and 64 columns; a part waits in shared memory,
 // of which each warp has its own share, until the copy engine has added it, or is added from
 // registers (DIRECT). DETERMINISTIC: other threads start the copies, in a fixed order, and who
-// leads tells them; or each warp waits for its turn at its own rows. bias_gradient: see
-// bias_gradient.cuh.
+// leads tells them. bias_gradient: see bias_gradient.cuh.
 template <typename T, typename Layout, typename Tile, bool DETERMINISTIC, bool DIRECT,
           typename Barriers, typename Sizes, typename NextWork, typename BiasGradient>
 __device__ __forceinline__ void multiply_dq(const Barriers& barriers, u32 shared,
                                             const Sizes& sizes, const NextWork& next_work,
                                             int& works_taken, int& step_number, float* dq_sum,
-                                            u32* turns, int lane, int warp, bool leads,
+                                            int lane, int warp, bool leads,
                                             BiasGradient bias_gradient) {
+  static_assert(!(DETERMINISTIC && DIRECT), "only copies are added in a fixed order");
   using KTile = typename Layout::KTile;
   using DSTile = typename Layout::DSTile;
   constexpr int PARTS = Layout::DQ_PARTS, STAGES = Layout::DQ_STAGES;
-  constexpr bool COPIED = DETERMINISTIC && !DIRECT;
   constexpr int INDEX_BLOCKS = Sizes::INDEX_ROWS / 16;  // of a tile's index, 16 rows each
   constexpr int CHUNKS = 8, WIDTH = Layout::SUM_COLUMNS, K_STEPS = KTile::ROWS / 16;
   const u64 ds_operand = wgmma_tile(shared + Layout::DS, DSTile::PANEL_BYTES);
@@ -64,12 +39,10 @@ __device__ __forceinline__ void multiply_dq(const Barriers& barriers, u32 shared
       const RingPlace<Layout::DS_STAGES> ds_ring = ring_place<Layout::DS_STAGES>(step_number);
       const int copier = step_number % Barriers::COPIERS;
       mbarrier_wait(barriers.ds_full(ds_ring.stage), ds_ring.parity);
-      if (COPIED && leads) mbarrier_arrive(barriers.begun(copier));
+      if (DETERMINISTIC && leads) mbarrier_arrive(barriers.begun(copier));
       const u64 ds_tile = ds_operand + (ds_ring.stage * Layout::DS_STAGE >> 4);
       const Tile tile(barriers.tile(step_number));
       last = tile.last;
-      const RowTurns<> rows(turns, barriers.tile(step_number), tile.index * INDEX_BLOCKS + warp,
-                            DETERMINISTIC && DIRECT);
       bias_gradient.add(barriers.tile(step_number),
                         shared + Layout::DS + ds_ring.stage * Layout::DS_STAGE);
 #pragma unroll
@@ -90,17 +63,13 @@ __device__ __forceinline__ void multiply_dq(const Barriers& barriers, u32 shared
           const i64 row_block = static_cast<i64>(tile.index) * INDEX_BLOCKS + block * 4 + warp;
           return dq_sum + fragment_place(row_block, panel * CHUNKS, WIDTH / 8, 0);
         };
-        if constexpr (DIRECT && DETERMINISTIC) {
-          if (part == 0) rows.wait(signals);
-          give_sums(sums(), dq, lane, rows.rank == 0);
-          if (part == PARTS - 1) rows.leave(signals);
-        } else if constexpr (DIRECT) {
+        if constexpr (DIRECT) {
           give_sums(sums(), dq, lane, false);
         } else {
           const RingPlace<STAGES> place = ring_place<STAGES>(step_number * PARTS + part);
           const u32 staging =
               shared + Layout::DQ + place.stage * Layout::DQ_STAGE + warp * Layout::DQ_WARP_BYTES;
-          if (COPIED)
+          if (DETERMINISTIC)
             mbarrier_wait(barriers.dq_empty(place.stage), place.parity ^ 1);
           else if (signals)
             bulk_wait_read<STAGES - 1>();
@@ -109,7 +78,7 @@ __device__ __forceinline__ void multiply_dq(const Barriers& barriers, u32 shared
           proxy_fence();
           __syncwarp();
           if (!signals) continue;
-          if constexpr (COPIED)
+          if constexpr (DETERMINISTIC)
             mbarrier_arrive(barriers.dq_full(copier, part));
           else
             bulk_add(sums(), staging, Layout::DQ_WARP_BYTES);
@@ -119,7 +88,7 @@ __device__ __forceinline__ void multiply_dq(const Barriers& barriers, u32 shared
     bias_gradient.end();
     if (signals) mbarrier_arrive(barriers.k_empty(taken % Layout::K_STAGES));
   }
-  if constexpr (COPIED) {
+  if constexpr (DETERMINISTIC) {
     // There are no more tiles. (The last one has been read: nobody is two phases behind.)
     mbarrier_wait(barriers.dq_empty(STAGES - 1), step_number * PARTS / STAGES & 1 ^ 1);
     if (leads)

@@ -170,6 +170,7 @@ def test_forms_that_are_not_swept_spill_no_registers(form):
     assert_no_spills(sm90.FLASH_SM90, 128, True, form)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("form", "dim_v"), [("window", 128), ("alibi mask varlen", 192), ("softcap", 256)]
 )

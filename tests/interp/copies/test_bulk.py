@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fkjit.interp import Arg, Checks
+from tests.core.sampling import one_in
 from tests.interp.copies.hopper_kit import fault, launch, random_bytes
 
 RNG = np.random.default_rng(40)
@@ -29,6 +30,7 @@ def store(to: str, source: str, size: str) -> str:
     return STORE.replace("FROM", source).replace("TO", to).replace("SIZE", size)
 
 
+@one_in(2)
 @pytest.mark.parametrize("space", ["shared::cluster", "shared::cta"])
 def test_spans_come_and_go(space: str) -> None:
     """Each of 32 threads brings its own span; the sum of all goes out by spans again."""

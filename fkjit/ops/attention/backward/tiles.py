@@ -19,13 +19,13 @@ PAIRED_SM90 = [(192, 128)]  # of these thread blocks come in pairs, in order
 
 def is_paired(params: Params) -> bool:
     """Whether two thread blocks of a cluster have neighbouring keys, and add dq up together."""
-    dims = params["head_dim"], params.get("head_dim_v")
+    dims: tuple[Any, Any] = params["head_dim"], params.get("head_dim_v")
     return params["deterministic"] and dims in PAIRED_SM90
 
 
 def block_q_sm90(params: Params) -> int:
     """Queries of a tile."""
-    dims = params["head_dim"], params.get("head_dim_v")
+    dims: tuple[Any, Any] = params["head_dim"], params.get("head_dim_v")
     return WIDE_SM90.get(dims) or BLOCK_Q_SM90[dims[0]]
 
 

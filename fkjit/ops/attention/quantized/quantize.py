@@ -325,7 +325,7 @@ def _fake(
     (scales, layout, *longest), how = rest, ATTENTION_SCHEMES[scheme]
     batch, head, row, _ = LAYOUTS[layout] if ends is None else (None, 1, 0, 2)
     sizes_of = {
-        "batch": ends.shape[0] - 1 if batch is None else q.shape[batch], "heads_q": q.shape[head],
+        "batch": q.shape[batch] if ends is None else ends.shape[0] - 1, "heads_q": q.shape[head],
         "heads_kv": k.shape[head], "seqlen_q": q.shape[row], "seqlen_k": k.shape[row],
         "head_dim": q.shape[-1], "head_dim_v": v.shape[-1], "scales": scales,
     }  # fmt: skip

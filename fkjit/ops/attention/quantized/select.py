@@ -21,7 +21,7 @@ _LEAST_SCALE = 1e-9  # a sign could not go into q
 
 
 def variant(
-    problem: Problem, v: View, promote: int | None, block: Any, arch: Arch
+    problem: dict[str, Any], v: View, promote: int | None, block: Any, arch: Arch
 ) -> tuple[KernelSpec, dict[str, Any]]:
     """The kernel and its parameters. ParameterError where this GPU has none."""
     block = (block, block) if isinstance(block, int) else block  # as tiles are named here

@@ -142,7 +142,7 @@ def _sm90(problem: Problem, arch: Arch) -> dict[str, Any]:
     params = {"dtype": problem["dtype"], "head_dim": dims[0], "head_dim_v": dims[1], **found}
     if found["block"] not in TILES_SM90[dims[0]]:
         block = TILES_SM90[dims[0]][-1]
-        params |= select_sm90.plain_tile(problem, *dims, block)
+        params |= select_sm90.plain_tile(problem, dims[0], dims[1], block)
     params = tuning.tuned(RESUMED_SM90, params, problem, arch)
     return dict(RESUMED_SM90.canonical(params))
 
