@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 k_tile = shared_address(shared_memory), v_tile = k_tile + Layout::V;
-  const u32 p_tile = k_tile + Layout::P, ds_tile = k_tile + Layout::DS;
+  const u32 ds_tile = k_tile + Layout::DS;
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int warp_row = warp % WARPS_K * ROWS_A_WARP, turn = warp / WARPS_K;
 
@@ -179,15 +179,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const auto fetch = [&](int number, int next_head, int next_tile) {
     const u32 stage = k_tile + Layout::RING + number % STAGES * Layout::STAGE;
     const i64 row = static_cast<i64>(next_tile) * BLOCK_Q;
-    const int rows_left = seqlen_q - next_tile * BLOCK_Q,
-              batch = ANEW ? anew(place.batch) : place.batch;
-    copy_tile<QTile, THREADS, ALIGNED>(
-        stage, q + batch * q_strides.batch + next_head * q_strides.head + row * q_strides.row,
-        q_strides.row, rows_left, head_dim);
-    copy_tile<DoTile, THREADS, ALIGNED>(
-        stage + Layout::DO,
-        dout + batch * dout_strides.batch + next_head * dout_strides.head + row * dout_strides.row,
-        dout_strides.row, rows_left, head_dim_v);
+    const int rows_left = seqlen_q - next_tile * BLOCK_Q;
+    fetch_queries<Layout, THREADS, ALIGNED>(stage, q, q_strides, head_dim, dout, dout_strides,
+                                            head_dim_v, ANEW ? anew(place.batch) : place.batch,
+                                            next_head, row, rows_left);
     fetch_statistics<Layout>(stage, lse_log2, delta, head_rows(next_head) + row);
   };
 
@@ -198,16 +193,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   if (STAGES > 1 && left > 0) fetch(left, head, tile);
   cp_async_commit();
 
-  const RowReader<KTile> k_reader(lane);
-  const RowReader<VTile> v_reader(lane);
-  const ColumnReader<QTile> q_reader(lane);
-  const ColumnReader<DoTile> do_reader(lane);
-  const auto q_rows = my_turn<RowReader<QTile>>(lane, turn);
-  const auto do_rows = my_turn<RowReader<DoTile>>(lane, turn);
+  const DkDvReaders<Layout> own(lane, turn);
   const u32 warp_k_tile = k_tile + warp_row * KTile::ROW_BYTES;
   const u32 warp_v_tile = v_tile + warp_row * VTile::ROW_BYTES;
-  const RowReader<PTile> p_reader(lane);
-  const u32 warp_p_tile = p_tile + warp_row * PTile::ROW_BYTES;
+  const u32 warp_p_tile = k_tile + Layout::P + warp_row * PTile::ROW_BYTES;
   const u32 warp_ds_tile = ds_tile + warp_row * PTile::ROW_BYTES;
   float dk_acc[M_BLOCKS][K_COLUMNS][4] = {}, dv_acc[M_BLOCKS][V_COLUMNS][4] = {};
   //% if form
@@ -265,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       if constexpr (ACC_INIT && EXCHANGE && STEPS > 1) fetch_next_init(step);
       //% endif
       u32 k_fragments[HEAD_DIM / 16][M_BLOCKS][4], v_fragments[HEAD_DIM_V / 16][M_BLOCKS][4];
-      multiply_qk<elem_t, 16, false>(p, k_fragments, warp_k_tile, k_reader, q_queries, q_reader);
+      multiply_qk<elem_t, 16, false>(p, k_fragments, warp_k_tile, own.k, q_queries, own.q);
       //% if form
       if constexpr (RULES) {
         const auto rules = backward_rules<SOFTCAP, false, SCORE_MOD, ALIBI>(
@@ -290,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       }
       probabilities(p, softmax_scale_log2, lse_row + query, lane);
       //% endif
-      multiply_qk<elem_t, 16, false>(ds, v_fragments, warp_v_tile, v_reader, do_queries, do_reader);
+      multiply_qk<elem_t, 16, false>(ds, v_fragments, warp_v_tile, own.v, do_queries, own.dout);
       score_gradients(ds, p, delta_row + query, lane);
       //% if form
       if constexpr (CURVED) scale_by(ds, slopes);
@@ -300,11 +289,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       if constexpr (EXCHANGE) {
         exchange_rows<elem_t, PTile>(p, lane, query, warp_p_tile);
       } else {
-        accumulate_packed<elem_t>(dv_acc, p, do_queries, do_rows);
+        accumulate_packed<elem_t>(dv_acc, p, do_queries, own.do_rows);
         //% if form
         if constexpr (ACC_INIT) fetch_next_init(step);  // beside the product that follows
         //% endif
-        accumulate_packed<elem_t>(dk_acc, ds, q_queries, q_rows);
+        accumulate_packed<elem_t>(dk_acc, ds, q_queries, own.q_rows);
       }
     }
 
@@ -315,12 +304,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     //% if form
     if constexpr (ACC_INIT && EXCHANGE && STEPS == 1) fetch_next_init(0);
     //% endif
-    if constexpr (EXCHANGE) {
-      accumulate_shared<elem_t, BLOCK_Q / 16, WARPS_C>(dv_acc, warp_p_tile, p_reader,
-                                                       stage + Layout::DO, do_rows);
-      accumulate_shared<elem_t, BLOCK_Q / 16, WARPS_C>(dk_acc, warp_ds_tile, p_reader, stage,
-                                                       q_rows);
-    }
+    if constexpr (EXCHANGE)
+      accumulate_exchanged<elem_t, WARPS_C>(dk_acc, dv_acc, own, warp_p_tile, warp_ds_tile, stage);
     if constexpr (SUMS)
       add_dq<elem_t, KTile, PTile, NUM_WARPS>(dq_sum + (head_rows(head) + q0) * HEAD_DIM, ds_tile,
                                               k_tile);

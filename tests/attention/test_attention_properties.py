@@ -87,7 +87,7 @@ ROWS = {
     "float64": lambda array: array.astype("f8"),
     "a list": lambda array: array.tolist(),
     "nothing": lambda array: None,
-    "too wide": lambda array: longer(array, 3, 257),
+    "too wide": lambda array: longer(array, 3, 600),
     "big-endian": lambda array: array.astype(">f4"),
 }
 
@@ -123,7 +123,7 @@ OPTIONS = {
         np.zeros((s[0], s[1] + 2, *s[2:]), "f4"),
     ),
     "mask": lambda h, s: (np.zeros(s, "f4"), np.ones(s[2:], bool)),
-    "sinks": lambda h, s: (np.zeros(h, "f2"), np.zeros(h + 1, "f4"), np.zeros((1, h), "f4")),
+    "sinks": lambda h, s: (np.zeros(h, "i4"), np.zeros(h + 1, "f4"), np.zeros((1, h), "f4")),
 }  # fmt: skip
 
 

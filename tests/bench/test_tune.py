@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bench.core.catalog import operations
@@ -61,7 +62,7 @@ class Lab:
 
     def launch(self, op, spec, params, problem, arrays, device):
         prepared = self.launched_by(op, spec, params, problem, arrays, device)
-        threads = params["threads"]
+        threads, first = params["threads"], []  # what the first launch made: the others make it too
 
         def call():
             self.launched[threads] = self.launched.get(threads, 0) + 1
@@ -69,7 +70,8 @@ class Lab:
                 self.interrupt_after
             ):
                 raise KeyboardInterrupt
-            made = prepared.call()
+            first.extend([] if first else [np.copy(prepared.call())])
+            made = np.copy(first[0])
             device.work(self.speed[threads])
             if threads in self.wrong:
                 made += 1.0

@@ -14,11 +14,11 @@ same on each run:
   the widest at home.
 
 Machine code is made of attention's kernels and of products: at home of the widest, of attention of
-every other tile, and of those that are interpreted, but where these have guards between their
-arrays in shared memory, which is another compile. Of any other kernel, for each target, only of the
-widest of these variants.
+every third tile, and of those that are interpreted, but where these have guards between their
+arrays in shared memory, which is another compile. Of any other kernel only of the widest of these
+variants, at home and on one neighbour, in turns from kernel to kernel.
 
-The interpreter runs the PTX of these very compiles, a third of the home's, of some kernels a sixth.
+The interpreter runs the PTX of these very compiles, a quarter of the home's, of some a sixth.
 `pytest --every-variant` leaves nothing out.
 """
 
@@ -124,10 +124,20 @@ def to_assemble(spec: KernelSpec) -> dict[str, Variants]:
     """By target, what becomes machine code by default: the others only PTX, for the interpreter."""
     chosen = plan(spec)
     if not near_the_limit(spec):
-        return {name: sorted(variants, key=size)[-1:] for name, variants in chosen.items()}
+        neighbours = neighbours_of(spec)
+        turn = registered().index(spec) % max(len(neighbours), 1)
+        made = {home_of(spec), *neighbours[turn : turn + 1]}
+        return {
+            name: sorted(chosen[name], key=size)[-1:] if name in made else [] for name in chosen
+        }
     few = [params for params in interpreted(spec) if params not in guarded(spec)]
-    made = [p for p in chosen[home_of(spec)] if p in few or p in widest_of_tiles(spec)[::2]]
+    made = [p for p in chosen[home_of(spec)] if p in few or p in widest_of_tiles(spec)[::3]]
     return {**chosen, home_of(spec): made}
+
+
+def widest_first(variants: Variants) -> Variants:
+    """Those that take the most registers before the others."""
+    return sorted(variants, key=size)[::-1]
 
 
 def guarded(spec: KernelSpec) -> Variants:
@@ -246,10 +256,10 @@ def to_interpret(spec: KernelSpec, name: str, every: bool = False) -> list[Cubin
 
 @cache
 def interpreted(spec: KernelSpec) -> Variants:
-    """Of the home's variants a third, two at the least (of DEAR kernels a sixth): of those with
+    """Of the home's variants a quarter, one at the least (of DEAR kernels a sixth): of those with
     guards, if there are as many, and of those with the most values that are new."""
     chosen, found = plan(spec)[home_of(spec)], []
-    share, least = (6, 1) if spec.id in DEAR else (3, 2)
+    share, least = (6, 1) if spec.id in DEAR else (4, 1)
     most = min(max(-(-len(chosen) // share), least), len(chosen))
     for variants in (guarded(spec), chosen):
         while len(found) < most and (left := [p for p in variants if p not in found]):

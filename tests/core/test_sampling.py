@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from tests.core.mutations import BUGS
-from tests.core.sampling import ONE_OF_EACH_KIND, one_in, spread
+from tests.core.sampling import ONE_OF_EACH_KIND, covering, one_in, spread
 
 
 def test_each_value_stays_with_each_of_the_shorter_axis_in_turns():
@@ -18,10 +18,13 @@ def test_each_value_stays_with_each_of_the_shorter_axis_in_turns():
         assert {repr(case[name]) for case in kept} == set(map(repr, values))
 
 
-def test_a_bug_of_each_kind_stays_in_each_kernel():
-    keys = {ONE_OF_EACH_KIND.kwargs["key"](bug) for bug in BUGS}
-    assert {(bug.kernel, bug.by) for bug in BUGS} == keys
-    assert len(keys) < len(BUGS)
+def test_a_bug_stays_of_each_kernel_and_of_each_kind():
+    of = [ONE_OF_EACH_KIND.kwargs["cover"](bug) for bug in BUGS]
+    kept = [BUGS[place] for place in covering(of)]
+    assert {bug.kernel for bug in kept} == {bug.kernel for bug in BUGS}
+    assert {bug.by for bug in kept} == {bug.by for bug in BUGS}
+    assert len(kept) <= len(set().union(*of)) < len(BUGS)
+    assert covering([{1}, {2, 3}, {3}, set()]) == {0, 1} and covering([]) == set()
 
 
 def test_one_in_so_many_has_as_many_values_as_it_can():

@@ -4,7 +4,7 @@
 //   K   V   P (EXCHANGE)   dS (SHARES_DS)   then STAGES of:  Q  dO  lse  delta  of a tile's rows
 //
 // dK and dV are staged where K and V were. P and dS have keys as rows; they lie there where warps
-// share them.
+// share them. Below that what such blocks do alike, whether dQ is made in order or not.
 #pragma once
 #include "ptx/cp_async.cuh"
 #include "ptx/special_registers.cuh"
@@ -52,6 +52,57 @@ __device__ __forceinline__ void fetch_statistics(u32 stage, const float* lse_log
     cp_async_16(stage + Layout::LSE + threadIdx.x * 16, lse_log2 + row + threadIdx.x * 4);
     cp_async_16(stage + Layout::DELTA + threadIdx.x * 16, delta + row + threadIdx.x * 4);
   }
+}
+
+// A tile of queries, the rows of one head from `row` on, of Q and dO, to `stage`.
+template <typename Layout, int THREADS, bool ALIGNED, typename T>
+__device__ __forceinline__ void fetch_queries(u32 stage, const T* q, const Strides& q_strides,
+                                              int head_dim, const T* dout,
+                                              const Strides& dout_strides, int head_dim_v,
+                                              int batch, int head, i64 row, int rows_left) {
+  copy_tile<typename Layout::QTile, THREADS, ALIGNED>(
+      stage, q + batch * q_strides.batch + head * q_strides.head + row * q_strides.row,
+      q_strides.row, rows_left, head_dim);
+  copy_tile<typename Layout::DoTile, THREADS, ALIGNED>(
+      stage + Layout::DO,
+      dout + batch * dout_strides.batch + head * dout_strides.head + row * dout_strides.row,
+      dout_strides.row, rows_left, head_dim_v);
+}
+
+// What a warp reads: its keys of K, V, P and dS, all queries of Q and dO as columns of scores, and
+// its share of the columns of Q and dO as rows of the products that follow (`turn`: see my_turn).
+template <typename Layout>
+struct DkDvReaders {
+  using KTile = typename Layout::KTile;
+  using VTile = typename Layout::VTile;
+  using PTile = typename Layout::PTile;
+  RowReader<KTile> k;
+  RowReader<VTile> v;
+  ColumnReader<typename Layout::QTile> q;
+  ColumnReader<typename Layout::DoTile> dout;
+  RowReader<typename Layout::QTile> q_rows;
+  RowReader<typename Layout::DoTile> do_rows;
+  RowReader<PTile> p;
+
+  __device__ __forceinline__ DkDvReaders(int lane, int turn)
+      : k(lane),
+        v(lane),
+        q(lane),
+        dout(lane),
+        q_rows(my_turn<RowReader<typename Layout::QTile>>(lane, turn)),
+        do_rows(my_turn<RowReader<typename Layout::DoTile>>(lane, turn)),
+        p(lane) {}
+};
+
+// dV += P' dO, dK += dS' Q for all queries of a tile at `stage`, P' and dS' from shared memory.
+template <typename T, int WARPS_C, typename Layout, int M, int K_COLUMNS, int V_COLUMNS>
+__device__ __forceinline__ void accumulate_exchanged(float (&dk_acc)[M][K_COLUMNS][4],
+                                                     float (&dv_acc)[M][V_COLUMNS][4],
+                                                     const DkDvReaders<Layout>& from, u32 p_tile,
+                                                     u32 ds_tile, u32 stage) {
+  constexpr int STEPS = Layout::BLOCK_Q / 16;
+  accumulate_shared<T, STEPS, WARPS_C>(dv_acc, p_tile, from.p, stage + Layout::DO, from.do_rows);
+  accumulate_shared<T, STEPS, WARPS_C>(dk_acc, ds_tile, from.p, stage, from.q_rows);
 }
 
 // The sums of a block's warps become dK and dV: staged, then stored in whole chunks. WARPS_K warps
