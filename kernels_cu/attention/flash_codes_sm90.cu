@@ -288,6 +288,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
           softmax.load(of_group, k_scales, first_group, tile);
           prepare_scores(false);
         }
+        //% if v_codes
+        if (summed == 1) rescale = softmax.raise_peaked(s, sums_of, correction, rescale);
+        //% endif
         softmax.row_sum[0] += sums_of[0], softmax.row_sum[1] += sums_of[1];
         release_k();
         if (tile > range.first) wait_k();
