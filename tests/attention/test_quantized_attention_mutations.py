@@ -31,6 +31,7 @@ CHANNELS = {"kernel": "quantize_attention.channels",
 SPANS = {"kernel": "quantize_attention.spans", "params": {**SMALL, "code": "int8"}}
 CODES = {"kernel": "quantize_attention.codes",
          "params": {**SMALL, "code": "int8", "values": "fp8", "given": False}}  # fmt: skip
+SHARED = {**CODES, "params": {**CODES["params"], "shared": 128}}
 GIVEN = {"kernel": "quantize_attention.codes",
          "params": {**SMALL, "code": "fp8", "values": "fp8", "given": True}}  # fmt: skip
 
@@ -81,6 +82,12 @@ BUGS = (
         by="numbers", **CODES),
     Bug("zeros behind the last key lose the mean", T + "quantize_rows.cuh",
         "SMOOTH && row < length", "SMOOTH", by="numbers", **CODES),
+    Bug("a scale for keys that are not there", K + "quantize_codes.cu",
+        "(i == 0 || tile.first + i * SCALE_KEYS < tile.length)", "true", by="race", **SHARED),
+    Bug("one scale for 128 keys, not two", K + "quantize_codes.cu", "i < ROWS / SCALE_KEYS &&",
+        "i == 0 &&", by="numbers", **SHARED),
+    Bug("scales of q that is not there", K + "quantize_codes.cu",
+        "min(ROWS, tile.length - tile.first)", "ROWS", by="race", **SHARED),
     Bug("the first head's scale for all", K + "quantize_codes.cu", "min(tile.head, q_spans - 1)",
         "0", by="numbers", **GIVEN),
 )  # fmt: skip

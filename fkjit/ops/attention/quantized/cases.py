@@ -87,7 +87,7 @@ def attend_e4m3(
         fade = np.exp(np.where(np.isfinite(top), top, -np.inf) - base)
         weights = np.exp2((tile - base[..., None]) * np.log2(np.e) + raised)
         so_far = total * fade[..., None] + _of_lanes(weights)
-        peaked = growth and (second == first) & (so_far.max(-1) < _PEAKED * 2.0**raised)
+        peaked = (growth > 0) & (second == first) & (so_far.max(-1) < _PEAKED * 2.0**raised)
         by = np.where(peaked & np.isfinite(higher), np.exp(_MORE), 1.0)
         fade, higher, weights = fade * by, higher - np.log(by), weights * by[..., None]
         rounded = weights.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
