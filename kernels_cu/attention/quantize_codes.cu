@@ -24,9 +24,9 @@ using Codes = ${codes};  // of q and k
 using ValueCodes = ${value_codes};
 constexpr bool SMOOTH = ${smooth}, ROTATE = ${rotate}, V_CODES = ${v_codes};
 constexpr bool GIVEN = ${given}, PACKED = ${packed};
-constexpr bool SHARED = ${shared} > 1;  // a scale is: by the rows of Q of a block
-constexpr int HEAD_DIM = ${head_dim};   // at most
-constexpr int ROWS = ${rows};           // of a block of Q or K; keys that share a scale
+constexpr bool SHARED = ${shared} > 1;     // a scale is: by the rows of Q of a block
+constexpr int HEAD_DIM = ${head_dim};      // at most
+constexpr int ROWS = ${rows};              // of a block of Q or K; keys that share a scale
 constexpr int VALUE_ROWS = ${value_rows};  // of a block of V
 constexpr int THREADS = ${threads};
 

@@ -250,7 +250,7 @@ def codes(scheme="int8"):
 
 @pytest.mark.parametrize(("said", "message"), [
     ({"scheme": "int4"}, "scheme='int4' is not one of int8, int8_fp8, fp8, fp8_e5m2"),
-    ({"scales": "row"}, "scales='row' is not one of block, head, tensor"),
+    ({"scales": "row"}, "scales='row' is not one of block, block64, block128, head, tensor"),
     ({"layout": "sbhd"}, "layout='sbhd'"),
     ({"promote": 32}, "promote=32; allowed: 0 or None with a v that is no codes"),
     ({"promote": 48, "scheme": "fp8"}, "promote=48; allowed: 0, 32, 64, 256, 512, 1024 or"),

@@ -99,7 +99,7 @@ __device__ __forceinline__ void sums_to_float(int (&s)[N][4]) {
 template <int BLOCK_K, int SCALE_KEYS, int GROUPS, int RAISED>
 struct CodedSoftmax {
   static constexpr float GROWTH = RAISED == 0 ? 8.f : 8.75f - RAISED;
-  static constexpr int TOP = 8;  // what those of peaked rows are raised by
+  static constexpr int TOP = 8;              // what those of peaked rows are raised by
   static constexpr float FAR = 67108864.f;   // from where an FMA's addend is too coarse
   static constexpr float GREAT = 1048576.f;  // from where one is too coarse to be corrected
   // What no probability may be above, and from where on a greater maximum is worth its corrections.

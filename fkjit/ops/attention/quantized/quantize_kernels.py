@@ -195,7 +195,9 @@ def _codes_illegal(params: Params) -> str | None:
     allowed = ("half", "fp8") if params["code"] == "int8" else ("fp8", "e5m2")
     if params["values"] not in allowed:
         return "has fp8 for v beside fp8, and e5m2 there alone"
-    return "has scales that are given, or shared" if params["given"] and params["shared"] > 1 else None
+    return (
+        "has scales that are given, or shared" if params["given"] and params["shared"] > 1 else None
+    )
 
 
 def _codes_grid(params: Params, problem: Problem) -> Dim3:
@@ -221,7 +223,9 @@ CODES = register(
             _SMOOTH,
             _ROTATE,
             Param("given", (False, True), "scales of q and k are not their own rows'"),
-            Param("shared", tuple(BLOCKS.values()), "rows of q that share a scale; of k, at least 64"),
+            Param(
+                "shared", tuple(BLOCKS.values()), "rows of q that share a scale; of k, at least 64"
+            ),
             PACKED,
         ),
         derive=_derive,
