@@ -207,8 +207,8 @@ def test_scales_of_blocks_of_rows(rows):
 
 
 def test_a_great_weight_leaves_room_for_small_ones(on):
-    """The last key has nearly all of a row's weight, others 2^-16 of it each, and values count them:
-    those of its own tile are lost."""
+    """The last key has nearly all of a row's weight, others 2^-16 of it each, and values count
+    them: those of its own tile are lost."""
     on("compute_90a")
     q, k, v = torch.ones(1, 1, 4, 64), torch.zeros(1, 1, 640, 64), torch.ones(1, 1, 640, 64)
     k[:, :, -1], v[:, :, -1] = 16 * np.log(2) / 8, 0

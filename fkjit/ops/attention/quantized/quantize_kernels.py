@@ -24,8 +24,8 @@ _LAST_BLOCKS = 3  # of ROWS places behind the last key of a packed sequence
 CHUNK = 128  # keys of a block that looks for means and scales of columns
 HEAD_DIMS = (64, 128, 256)  # columns, padded
 _THREADS = 256
-# Who shares a scale: a row of q and ROWS keys; so many rows of q and as many keys; all of a head; all
-# there are. The first three are found as rows become codes, the others in a pass before.
+# Who shares a scale: a row of q and ROWS keys; so many rows of q and as many keys; all of a head;
+# all there are. The first three are found as rows become codes, the others in a pass before.
 BLOCKS = {"block": 1, "block64": 64, "block128": 128}
 SCALES = (*BLOCKS, "head", "tensor")
 _CODES = {"int8": "Int8Codes", "fp8": "Fp8Codes"}
@@ -195,9 +195,8 @@ def _codes_illegal(params: Params) -> str | None:
     allowed = ("half", "fp8") if params["code"] == "int8" else ("fp8", "e5m2")
     if params["values"] not in allowed:
         return "has fp8 for v beside fp8, and e5m2 there alone"
-    return (
-        "has scales that are given, or shared" if params["given"] and params["shared"] > 1 else None
-    )
+    both = params["given"] and params["shared"] > 1
+    return "has scales that are given, or shared" if both else None
 
 
 def _codes_grid(params: Params, problem: Problem) -> Dim3:
