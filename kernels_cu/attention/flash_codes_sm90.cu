@@ -41,7 +41,9 @@ constexpr int Q_STAGES = ${q_stages};                 // tiles of Q
 constexpr int SCALE_KEYS = ${scale_keys};
 constexpr int RAISED = V_CODES ? 5 : 0;  // powers of two that P is raised by, at first
 constexpr int PROMOTE = ${promote};      // keys, at most, whose sum is made apart, or 0
-constexpr bool TURNS = CONSUMERS > 2;    // at the tensor cores
+// Consumers take turns at the tensor cores: three of them, or two where it was seen to be faster.
+constexpr bool TURNS =
+    CONSUMERS > 2 || (HEAD_DIM == 128 && BLOCK_K == 128 && V_CODES && !INT8 && PROMOTE == 0);
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
 constexpr int CONSUMER_REGISTERS = ${consumer_registers};
 constexpr bool PACKED = ${packed};  // sequences
