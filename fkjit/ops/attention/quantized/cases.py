@@ -116,7 +116,8 @@ def _second_tiles(scores: np.ndarray, rows: int, width: int) -> np.ndarray:
     """For each row the first key of the tile before the last one that its block of `rows` sees."""
     found = np.full(scores.shape[:2], -1)
     for row in range(0, scores.shape[1] if rows else 0, rows or 1):
-        for head, seen in enumerate(np.isfinite(scores[:, row : row + rows]).any(1)):
+        visible = np.asarray(np.isfinite(scores[:, row : row + rows]).any(1))
+        for head, seen in enumerate(visible):
             if seen.any():
                 found[head, row : row + rows] = (np.flatnonzero(seen)[-1] // width - 1) * width
     return found
