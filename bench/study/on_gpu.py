@@ -50,6 +50,7 @@ FORMS: dict[str, tuple[dict[str, Any], int | None]] = {
     "fp8, block, rotated": (_how("fp8", rotate=True), None),
     "fp8, block, smooth": (_how("fp8", smooth=True), None),
     "fp8, block, smooth, rotated": (_how("fp8", smooth=True, rotate=True), None),
+    "fp8, block of 128 rows, smooth": (_how("fp8", "block128", smooth=True), None),
     "fp8, block, smooth, never promoted": (_how("fp8", smooth=True), 0),
     "fp8_e5m2, block, smooth": (_how("fp8_e5m2", smooth=True), None),
     "int8, tensor": (_how("int8", "tensor"), None),

@@ -150,10 +150,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes(
   copy_tile<QTile, THREADS, true>(q_tile, q_rows, head_dim / 2, seqlen_q - q0, head_dim / 2);
   if (tile >= first_tile) fetch(tile);
   cp_async_commit();
-  // A negative scale would turn maxima into minima: its sign goes into Q.
+  // A negative scale would turn maxima into minima: its sign goes into Q, or into the sums.
   if (threadIdx.x < BLOCK_Q) {
     const int row = min(q0 + static_cast<int>(threadIdx.x), seqlen_q - 1);
-    const float by = copysignf(q_scales[first_row + row], softmax_scale);
+    const float by = copysignf(q_scales[first_row + row], V_CODES ? softmax_scale : 1.f);
     store_shared_word(q_scale + threadIdx.x * 4, __float_as_uint(by));
   }
   const float scale_log2 = fabsf(softmax_scale) * LOG2E;
@@ -164,7 +164,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes(
   const u32 lane_scales = q_scale + (warp * ROWS_A_WARP + lane / 4) * 4;
   const u32 warp_q_tile = q_tile + warp * ROWS_A_WARP * QTile::ROW_BYTES;
   u32 q_fragments[QK_STEPS][M_BLOCKS][4];
+  //% if v_codes
   OnlineSoftmax<M_BLOCKS, false, P_CODES ? 0 : 8> softmax;
+  //% else
+  FoldedSoftmax<M_BLOCKS, 0> softmax;  // there are registers for scales in it
+  //% endif
   float acc[M_BLOCKS][HEAD_DIM / 8][4] = {};
   if (Q_IN_REGISTERS) {
     cp_async_wait<0>();
@@ -195,12 +199,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes(
       else
         multiply_qk<pair_t, 16, Q_IN_REGISTERS>(s, q_fragments, warp_q_tile, q_reader, k_tile,
                                                 k_reader);
+      //% if v_codes
       scale_scores<pair_t>(s, lane_scales, k_scale);
+      //% else
+      if (softmax_scale < 0.f) negate_sums<pair_t>(s);
+      take_scales<pair_t>(softmax, lane_scales, k_scale * scale_log2);
+      //% endif
       if (!tiles.is_whole(tile))
         rules_on_fragments(s, lane, band, 1.f, warp_q0, tile * BLOCK_K + key);
 
       float correction[M_BLOCKS][2];
+      //% if v_codes
       if (softmax.raise_max(s, scale_log2, correction)) scale_rows(acc, correction);
+      //% else
+      if (softmax.raise_max(s, correction)) scale_rows(acc, correction);
+      //% endif
       //% if p_codes
       u32 p[BLOCK_K / 32][M_BLOCKS][4];
       probabilities_e4m3(p, s, softmax, scale_log2);
@@ -208,8 +221,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes(
       //% elif v_codes
       multiply_pv_fp16<E5M2>(acc, s, softmax, scale_log2, stage + V_OFFSET, v_reader);
       //% else
-      multiply_pv<elem_t, 16, (SCORE_KEYS < BLOCK_K)>(
-          acc, s, softmax, scale_log2, stage + V_OFFSET + key * VTile::ROW_BYTES, v_reader);
+      multiply_pv_half<elem_t, (SCORE_KEYS < BLOCK_K)>(
+          acc, s, softmax, stage + V_OFFSET + key * VTile::ROW_BYTES, v_reader);
       //% endif
     }
   }

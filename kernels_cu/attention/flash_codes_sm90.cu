@@ -41,7 +41,9 @@ constexpr int Q_STAGES = ${q_stages};                 // tiles of Q
 constexpr int SCALE_KEYS = ${scale_keys};
 constexpr int RAISED = V_CODES ? 5 : 0;  // powers of two that P is raised by, at first
 constexpr int PROMOTE = ${promote};      // keys, at most, whose sum is made apart, or 0
-constexpr bool TURNS = CONSUMERS > 2;    // at the tensor cores
+// Consumers take turns at the tensor cores: three of them, or two where it was seen to be faster.
+constexpr bool TURNS =
+    CONSUMERS > 2 || (HEAD_DIM == 128 && BLOCK_K == 128 && V_CODES && !INT8 && PROMOTE == 0);
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
 constexpr int CONSUMER_REGISTERS = ${consumer_registers};
 constexpr bool PACKED = ${packed};  // sequences
@@ -288,6 +290,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
           softmax.load(of_group, k_scales, first_group, tile);
           prepare_scores(false);
         }
+        //% if v_codes
+        if (summed == 1) rescale = softmax.raise_peaked(s, sums_of, correction, rescale);
+        //% endif
         softmax.row_sum[0] += sums_of[0], softmax.row_sum[1] += sums_of[1];
         release_k();
         if (tile > range.first) wait_k();

@@ -1,8 +1,10 @@
 /* Codes of Q, K and V for attention (attention/flash_codes.cu), ROWS rows of a head a block, each
    number read once.
 
-     Q    a scale a row; with SMOOTH also shift = q . mean of K, which the lse lacks otherwise
-     K    a scale for ROWS keys; SMOOTH: of K less its mean over all keys
+     Q    a scale a row, or (SHARED) for ROWS rows; with SMOOTH also shift = q . mean of K, which the
+          lse lacks otherwise
+     K    a scale for ROWS keys, which stands once for each SCALE_KEYS; SMOOTH: of K less its mean
+          over all keys
           GIVEN: the scales of Q and K are those of attention/quantize_spans.cu
      V    V_CODES: e4m3 or e5m2 by scales of columns (attention/quantize_channels.cu), transposed: [head_dim_v,
           v_keys], zeros behind the last key. Keys of each sixteen are in the order of
@@ -22,36 +24,87 @@ using Codes = ${codes};  // of q and k
 using ValueCodes = ${value_codes};
 constexpr bool SMOOTH = ${smooth}, ROTATE = ${rotate}, V_CODES = ${v_codes};
 constexpr bool GIVEN = ${given}, PACKED = ${packed};
-constexpr int HEAD_DIM = ${head_dim};  // at most
-constexpr int ROWS = ${rows};          // of a block; keys that share a scale
+constexpr bool SHARED = ${shared} > 1;     // a scale is: by the rows of Q of a block
+constexpr int HEAD_DIM = ${head_dim};      // at most
+constexpr int ROWS = ${rows};              // of a block of Q or K; keys that share a scale
+constexpr int VALUE_ROWS = ${value_rows};  // of a block of V
 constexpr int THREADS = ${threads};
 
 using Tile = RowTile<HEAD_DIM, ROWS, THREADS, PACKED>;
-constexpr int LANES = Tile::LANES, PASSES = Tile::PASSES;
-static_assert(ROWS == 1 << SCALE_KEYS_LOG2, "a block is what shares a scale");
+using ValueTile = RowTile<HEAD_DIM, VALUE_ROWS, THREADS, PACKED>;
+constexpr int LANES = Tile::LANES, PASSES = Tile::PASSES, SCALE_KEYS = 1 << SCALE_KEYS_LOG2;
+static_assert(ROWS % SCALE_KEYS == 0 && VALUE_ROWS == SCALE_KEYS, "whole places of scales");
+static_assert(!GIVEN || !SHARED, "one or the other");
 // Blocks of a head of V: a tile of packed keys may end so far behind the last one.
-constexpr int MORE_BLOCKS = PACKED ? ceil_div(MAX_TILE, ROWS) : 0;
+constexpr int MORE_BLOCKS = PACKED ? ceil_div(MAX_TILE, VALUE_ROWS) : 0;
 
+// Codes of a block's rows, `load(pass)`, that share a scale, which is returned. Many wide rows are read
+// twice: there are no registers for them.
+template <typename Load>
+__device__ __forceinline__ float store_together(const Tile& tile, const Load& load,
+                                                const float* given, u8* codes, u32* warps,
+                                                int total, int head_dim) {
+  constexpr bool KEPT = ROWS == 64 || PASSES <= 4;
+  Eight x[PASSES];
+  u32 most = 0;
+#pragma unroll(KEPT ? PASSES : 2)
+  for (int pass = 0; pass < PASSES; ++pass) {
+    if (KEPT) most = max(most, magnitude(x[pass] = load(pass)));
+    if (!KEPT) most = max(most, magnitude(load(pass)));
+  }
+  const float scale = GIVEN ? *given : scale_of<float, Codes>(block_most<THREADS>(most, warps));
+  const Divisor scaled(scale);
+#pragma unroll(KEPT ? PASSES : 2)
+  for (int pass = 0; pass < PASSES; ++pass) {
+    const Eight row = KEPT ? x[pass] : load(pass);
+    if (tile.row(pass) < tile.length)
+      store_codes<Codes, true>(codes + tile.place(tile.row(pass), total) * head_dim, tile.column,
+                               head_dim, Codes::encode(row, scaled));
+  }
+  return scale;
+}
+
+// A row of Q as it becomes codes; what its scores lack is stored.
+__device__ __forceinline__ Eight load_query(const Tile& tile, const elem_t* q,
+                                            const Strides& strides, const float* k_mean,
+                                            float* shift, int row, int total, int head_dim) {
+  Eight x = tile.load(q, strides, row, head_dim);
+  if (SMOOTH) {
+    Eight mean = load_eight<true>(k_mean, tile.column, head_dim);
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(x[i], mean[i], sum);
+    sum = lanes_sum<LANES>(sum);
+    if (tile.column == 0 && row < tile.length) shift[tile.place(row, total)] = sum;
+  }
+  if (ROTATE) rotate_row<LANES>(x);
+  return x;
+}
+
+//% if shared > 1
 __device__ __forceinline__ void quantize_queries(const Tile& tile, const elem_t* q,
-                                                 const Strides& strides, const float* k_means,
+                                                 const Strides& strides, const float* k_mean,
                                                  const float* given, u8* codes, float* scales,
-                                                 float* shift, int heads_kv, int group_size,
-                                                 int total, int head_dim) {
-  const int kv_head = tile.sequence * heads_kv + tile.of_sequence / group_size;
+                                                 float* shift, u32* warps, int total,
+                                                 int head_dim) {
+  const auto load = [&](int pass) {
+    return load_query(tile, q, strides, k_mean, shift, tile.row(pass), total, head_dim);
+  };
+  const float scale = store_together(tile, load, given, codes, warps, total, head_dim);
+  for (int i = threadIdx.x; i < min(ROWS, tile.length - tile.first); i += THREADS)
+    scales[tile.place(tile.first + i, total)] = scale;
+}
+//% else
+__device__ __forceinline__ void quantize_queries(const Tile& tile, const elem_t* q,
+                                                 const Strides& strides, const float* k_mean,
+                                                 const float* given, u8* codes, float* scales,
+                                                 float* shift, u32* warps, int total,
+                                                 int head_dim) {
 #pragma unroll 2
   for (int pass = 0; pass < PASSES; ++pass) {
     const int row = tile.row(pass);
     const i64 place = tile.place(row, total);
-    Eight x = tile.load(q, strides, row, head_dim);
-    if (SMOOTH) {
-      Eight mean = load_eight<true>(k_means + kv_head * head_dim, tile.column, head_dim);
-      float sum = 0.f;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sum = fmaf(x[i], mean[i], sum);
-      sum = lanes_sum<LANES>(sum);
-      if (tile.column == 0 && row < tile.length) shift[place] = sum;
-    }
-    if (ROTATE) rotate_row<LANES>(x);
+    Eight x = load_query(tile, q, strides, k_mean, shift, row, total, head_dim);
     const float scale = GIVEN ? *given : scale_of<float, Codes>(lanes_most<LANES>(magnitude(x)));
     const auto word = Codes::encode(x, Divisor(scale));
     if (row < tile.length) {
@@ -60,46 +113,39 @@ __device__ __forceinline__ void quantize_queries(const Tile& tile, const elem_t*
     }
   }
 }
+//% endif
 
 __device__ __forceinline__ void quantize_keys(const Tile& tile, const elem_t* k,
                                               const Strides& strides, const float* k_means,
                                               const float* given, u8* codes, float* scales,
-                                              u32* warps, int key_block, int total, int head_dim) {
-  Eight x[PASSES], mean = {};
-  u32 most = 0;
+                                              u32* warps, int total, int head_dim) {
+  Eight mean = {};
   if (SMOOTH) mean = load_eight<true>(k_means + tile.head * head_dim, tile.column, head_dim);
-#pragma unroll
-  for (int pass = 0; pass < PASSES; ++pass)
-    x[pass] = tile.load_key<SMOOTH, ROTATE>(k, strides, tile.row(pass), head_dim, mean);
-#pragma unroll
-  for (int pass = 0; pass < PASSES; ++pass) most = max(most, magnitude(x[pass]));
-  const float scale = GIVEN ? *given : scale_of<float, Codes>(block_most<THREADS>(most, warps));
-  if (threadIdx.x == 0) scales[key_block] = scale;
-  const Divisor scaled(scale);
-#pragma unroll
-  for (int pass = 0; pass < PASSES; ++pass) {
-    if (tile.row(pass) < tile.length)
-      store_codes<Codes, true>(codes + tile.place(tile.row(pass), total) * head_dim, tile.column,
-                               head_dim, Codes::encode(x[pass], scaled));
-  }
+  const auto load = [&](int pass) {
+    return tile.load_key<SMOOTH, ROTATE>(k, strides, tile.row(pass), head_dim, mean);
+  };
+  const float scale = store_together(tile, load, given, codes, warps, total, head_dim);
+  const int i = threadIdx.x;  // of no keys there is a scale, too
+  if (i < ROWS / SCALE_KEYS && (i == 0 || tile.first + i * SCALE_KEYS < tile.length))
+    scales[i] = scale;
 }
 
 //% if v_codes
 // Four keys whose bytes are neighbours (two where a thread has no more) are a thread's, so that a column
 // takes them in one store. Words of eight columns each are a place further round, for the banks' sake.
-constexpr int KEYS = PASSES < 4 ? PASSES : 4;
+constexpr int VALUE_PASSES = ValueTile::PASSES, KEYS = VALUE_PASSES < 4 ? VALUE_PASSES : 4;
 
 __device__ __forceinline__ int word_place(int column, int word) {
-  return column * ROWS + (word + column / 8) % (ROWS / 4) * 4;
+  return column * VALUE_ROWS + (word + column / 8) % (VALUE_ROWS / 4) * 4;
 }
 
-__device__ __forceinline__ void quantize_values(const Tile& tile, const elem_t* v,
+__device__ __forceinline__ void quantize_values(const ValueTile& tile, const elem_t* v,
                                                 const Strides& strides, const float* v_scales,
                                                 u8* codes, u8* columns, int v_keys,
                                                 int head_dim_v) {
   Eight by = load_eight<true>(v_scales + tile.head * head_dim_v, tile.column, head_dim_v);
 #pragma unroll
-  for (int first = 0; first < PASSES / KEYS; ++first) {
+  for (int first = 0; first < VALUE_PASSES / KEYS; ++first) {
     // Keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of sixteen are word t of their four.
     const int unit = first * (THREADS / LANES) + tile.team, word = unit * KEYS / 4;
     const int half = KEYS < 4 ? unit % 2 : 0;
@@ -128,8 +174,8 @@ __device__ __forceinline__ void quantize_values(const Tile& tile, const elem_t* 
     }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < head_dim_v * (ROWS / 16); i += THREADS) {
-    const int column = i / (ROWS / 16), chunk = i % (ROWS / 16);
+  for (int i = threadIdx.x; i < head_dim_v * (VALUE_ROWS / 16); i += THREADS) {
+    const int column = i / (VALUE_ROWS / 16), chunk = i % (VALUE_ROWS / 16);
     u32 words[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k)
@@ -158,7 +204,7 @@ __launch_bounds__(THREADS, HEAD_DIM > 128 ? 1 : 2) attention_quantize_codes(
     u8* __restrict__ k_codes,               // [batch, heads_kv, seqlen_k, head_dim]
     u8* __restrict__ v_codes,               // [batch, heads_kv, head_dim_v, v_keys], or null
     float* __restrict__ q_scales,           // [batch, heads_q, seqlen_q]
-    float* __restrict__ k_scales,           // [batch, heads_kv, v_keys / ROWS]
+    float* __restrict__ k_scales,           // [batch, heads_kv, v_keys / SCALE_KEYS]
     float* __restrict__ shift,              // [batch, heads_q, seqlen_q], or null
     const Strides q_strides, const Strides k_strides, const Strides v_strides,
     //% if packed
@@ -169,7 +215,7 @@ __launch_bounds__(THREADS, HEAD_DIM > 128 ? 1 : 2) attention_quantize_codes(
     const int q_blocks, const int k_blocks,  // of all heads; those of V follow
     const int q_spans, const int k_spans,    // heads of all, or 1
     const int seqlen_q, const int seqlen_k,  // of packed sequences the longest
-    const int v_keys,                        // places of a head's keys, a multiple of ROWS
+    const int v_keys,                        // places of a head's keys, whole SCALE_KEYS
     const int head_dim, const int head_dim_v) {
   after_previous_kernel();
   __shared__ u32 warps[THREADS / WARP_SIZE];
@@ -183,23 +229,24 @@ __launch_bounds__(THREADS, HEAD_DIM > 128 ? 1 : 2) attention_quantize_codes(
     const Tile tile(block, ceil_div(seqlen_q, ROWS), heads_q, cu_seqlens_q, seqlen_q);
     const float* const given = span_scales + min(tile.head, q_spans - 1);
     if (PACKED && tile.first >= tile.length) return;
-    quantize_queries(tile, q, q_strides, k_means, given, q_codes, q_scales, shift, heads_kv,
-                     group_size, total_q, head_dim);
+    const int kv_head = tile.sequence * heads_kv + tile.of_sequence / group_size;
+    quantize_queries(tile, q, q_strides, k_means + kv_head * head_dim, given, q_codes, q_scales,
+                     shift, warps, total_q, head_dim);
   } else if (!V_CODES || block < q_blocks + k_blocks) {
     const Tile tile(block - q_blocks, blocks_k, heads_kv, cu_seqlens_k, seqlen_k);
     const float* const given = span_scales + q_spans + min(tile.head, k_spans - 1);
     if (PACKED && tile.first >= max(tile.length, 1)) return;  // one scale at least
     const int key_block = (tile.code_head() * v_keys +
                            first_place<PACKED>(cu_seqlens_k, tile.sequence) + tile.first) /
-                          ROWS;
-    quantize_keys(tile, k, k_strides, k_means, given, k_codes, k_scales, warps, key_block, total_k,
+                          SCALE_KEYS;
+    quantize_keys(tile, k, k_strides, k_means, given, k_codes, k_scales + key_block, warps, total_k,
                   head_dim);
   }
   //% if v_codes
   else {
-    __shared__ __align__(16) u8 columns[HEAD_DIM * ROWS];
-    const Tile tile(block - q_blocks - k_blocks, blocks_k + MORE_BLOCKS, heads_kv, cu_seqlens_k,
-                    seqlen_k);
+    __shared__ __align__(16) u8 columns[HEAD_DIM * VALUE_ROWS];
+    const ValueTile tile(block - q_blocks - k_blocks, ceil_div(seqlen_k, VALUE_ROWS) + MORE_BLOCKS,
+                         heads_kv, cu_seqlens_k, seqlen_k);
     const int place = first_place<PACKED>(cu_seqlens_k, tile.sequence) + tile.first;
     if (PACKED && place >= first_place<PACKED>(cu_seqlens_k, tile.sequence + 1)) return;
     quantize_values(tile, v, v_strides, v_scales,

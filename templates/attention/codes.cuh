@@ -10,6 +10,7 @@
 #pragma once
 #include "kv/e4m3.cuh"
 #include "ptx/mma_8bit.cuh"
+#include "attention/folded_softmax.cuh"
 #include "attention/mma.cuh"
 
 // What sums of products begin with. The bits of an int that began with ROUNDER_BITS are those of the
@@ -44,6 +45,32 @@ __device__ __forceinline__ void scale_scores(float (&s)[M][N][4], u32 q_scales, 
           s[m][n][i] = SUM_START<Pair> != 0.f ? fmaf(s[m][n][i], by, -SUM_START<Pair> * by)
                                               : s[m][n][i] * by;
     }
+}
+
+// What a tile's sums are multiplied by. Scales of rows are in shared memory, this lane's first one at
+// `q_scales`: there are no registers for them. With two bits less in the scale ROUNDER * scale is exact.
+template <typename Pair, int M, int RAISED>
+__device__ __forceinline__ void take_scales(FoldedSoftmax<M, RAISED>& softmax, u32 q_scales,
+                                            float k_scale) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float by = __uint_as_float(load_shared_word(q_scales + (m * 16 + half * 8) * 4)) * k_scale;
+      by = by < softmax.LEAST ? softmax.LEAST : by;
+      if (SUM_START<Pair> != 0.f) by = __uint_as_float(__float_as_uint(by) & ~3u);
+      softmax.by[m][half] = by, softmax.zero[m][half] = SUM_START<Pair> * by;
+    }
+}
+
+// Sums of the other sign, as a negative scale makes scores: the greatest is the greatest then.
+template <typename Pair, int M, int N>
+__device__ __forceinline__ void negate_sums(float (&s)[M][N][4]) {
+#pragma unroll
+  for (int i = 0; i < M * N * 4; ++i) {
+    float& x = s[i / (N * 4)][i / 4 % N][i % 4];
+    x = 2.f * SUM_START<Pair> - x;
+  }
 }
 
 // S += Q K^T, nothing of which is fetched ahead: registers are all in use.
@@ -165,6 +192,35 @@ __device__ __forceinline__ void multiply_pv_fp16(float (&acc)[M][COLUMNS][4],
         const u32 high = E5M2 ? fp16_of_e5m2(four >> 16) : fp16_of_e4m3(four >> 16);
         mma_m16n8k16<fp16>(acc[i / 4][2 * n + i / 2 % 2], p[i % 2][i / 4], low, high);
       }
+    }
+  }
+}
+
+// O += P V of 16 bits (attention/mma.cuh). SPARING: little of V is fetched ahead.
+template <typename T, bool SPARING, int M, int N, int COLUMNS, typename Softmax, typename VReader>
+__device__ __forceinline__ void multiply_pv_half(float (&acc)[M][COLUMNS][4],
+                                                 const float (&s)[M][N][4], Softmax& softmax,
+                                                 u32 v_tile, const VReader& v_reader) {
+#pragma unroll
+  for (int step = 0; step < N / 2; ++step) {
+    u32 p[M][4];
+#pragma unroll
+    for (int i = 0; i < 4 * M; ++i) {  // register i % 4 of the A fragment: rows g + 8 * (i % 2)
+      const int m = i / 4, half = i % 2;
+      const float* pair = &s[m][2 * step + i / 2 % 2][2 * half];
+      const float by = softmax.by[m][half], offset = softmax.offset(m, half);
+      const float low = exp2_fast(fmaf(pair[0], by, -offset));
+      const float high = exp2_fast(fmaf(pair[1], by, -offset));
+      softmax.row_sum[m][half] += low + high;
+      p[m][i % 4] = pack2<T>(low, high);
+    }
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 2; ++n) {
+      u32 b[4];
+      if (SPARING && n % 2 == 0) __syncwarp();
+      ldmatrix_x4_trans(b, v_reader.address(v_tile, step, n));
+#pragma unroll
+      for (int m = 0; m < M; ++m) mma_16x16x16<T, 16>(acc[m][2 * n], acc[m][2 * n + 1], p[m], b);
     }
   }
 }

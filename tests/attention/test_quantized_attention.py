@@ -192,6 +192,31 @@ def test_scales_of_heads_and_tensors(scales):
     assert error(found, reference(q, k, v)[0]) < 0.03
 
 
+@pytest.mark.parametrize("rows", [64, 128])
+def test_scales_of_blocks_of_rows(rows):
+    """Of q as of k; those of k stand once for each 64 keys."""
+    q, k, v = arrays(q=140, k=330, heads=(2, 1))
+    codes = fkjit.quantize_attention(q, k, v, scales=f"block{rows}", smooth_k=False)
+    for name, x, scales in (("q", q, codes.q_scales), ("k", k, codes.k_scales)):
+        most = [part.float().abs().amax((2, 3)) / 127 for part in x.split(rows, dim=2)]
+        each = rows if name == "q" else rows // 64
+        wanted = torch.stack(most, -1).repeat_interleave(each, -1)[..., : scales.shape[-1]]
+        assert torch.equal(scales, wanted), name
+    found = fkjit.quantized_attention(codes)
+    assert error(found, reference(q, k, v)[0]) < ERRORS["int8"]
+
+
+def test_a_great_weight_leaves_room_for_small_ones(on):
+    """The last key has nearly all of a row's weight, others 2^-16 of it each, and values count
+    them: those of its own tile are lost."""
+    on("compute_90a")
+    q, k, v = torch.ones(1, 1, 4, 64), torch.zeros(1, 1, 640, 64), torch.ones(1, 1, 640, 64)
+    k[:, :, -1], v[:, :, -1] = 16 * np.log(2) / 8, 0
+    made = [x.bfloat16() for x in (q, k, v)]
+    found = fkjit.quantized_attention(*made, scheme="fp8", smooth_k=False)
+    assert error(found, reference(*made)[0]) < 0.15
+
+
 def test_no_keys_and_rows_without_keys():
     q, k, v = arrays(q=70, k=64)
     found, lse = fkjit.quantized_attention(q, k, v, causal=True, return_lse=True)
@@ -225,7 +250,7 @@ def codes(scheme="int8"):
 
 @pytest.mark.parametrize(("said", "message"), [
     ({"scheme": "int4"}, "scheme='int4' is not one of int8, int8_fp8, fp8, fp8_e5m2"),
-    ({"scales": "row"}, "scales='row' is not one of block, head, tensor"),
+    ({"scales": "row"}, "scales='row' is not one of block, block64, block128, head, tensor"),
     ({"layout": "sbhd"}, "layout='sbhd'"),
     ({"promote": 32}, "promote=32; allowed: 0 or None with a v that is no codes"),
     ({"promote": 48, "scheme": "fp8"}, "promote=48; allowed: 0, 32, 64, 256, 512, 1024 or"),

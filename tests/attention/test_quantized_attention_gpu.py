@@ -33,7 +33,7 @@ def needs(scheme, dim=64):
         pytest.skip("there is no kernel: e4m3 of 256 columns as fp16")
 
 
-@pytest.mark.parametrize("scales", ["block", "head", "tensor"])
+@pytest.mark.parametrize("scales", ["block", "block128", "head", "tensor"])
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("scheme", SCHEMES)

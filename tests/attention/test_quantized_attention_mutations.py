@@ -31,6 +31,7 @@ CHANNELS = {"kernel": "quantize_attention.channels",
 SPANS = {"kernel": "quantize_attention.spans", "params": {**SMALL, "code": "int8"}}
 CODES = {"kernel": "quantize_attention.codes",
          "params": {**SMALL, "code": "int8", "values": "fp8", "given": False}}  # fmt: skip
+SHARED = {**CODES, "params": {**CODES["params"], "shared": 128}}
 GIVEN = {"kernel": "quantize_attention.codes",
          "params": {**SMALL, "code": "fp8", "values": "fp8", "given": True}}  # fmt: skip
 
@@ -44,11 +45,17 @@ BUGS = (
     Bug("sums as bits", T + "codes.cuh", "SUM_START<i8_pair> = ROUNDER", "SUM_START<i8_pair> = 0.f",
         by="numbers", **INT8),
     Bug("rows below have the scales of those above", T + "codes.cuh", "(m * 16 + half * 8) * 4",
-        "(m * 16) * 4", by="numbers", **INT8),
+        "(m * 16) * 4", by="numbers", **FP16),
+    Bug("the same of whole sums", T + "codes.cuh", "(m * 16 + half * 8) * 4", "(m * 16) * 4",
+        by="numbers", nth=1, **INT8),
+    Bug("sums that begin elsewhere", T + "folded_softmax.cuh", "- RAISED + zero[m][half]",
+        "- RAISED", by="numbers", **INT8),
     Bug("a lse of smooth keys", FLASH, "lse != nullptr && shift != nullptr", "false",
         by="numbers", **INT8),
-    Bug("no sign of the scale", FLASH, "first_row + row], softmax_scale)",
-        "first_row + row], 1.f)", by="numbers", **INT8),
+    Bug("no sign of the scale", FLASH, "V_CODES ? softmax_scale : 1.f", "1.f", by="numbers",
+        **FP16),
+    Bug("sums keep their sign", FLASH, "if (softmax_scale < 0.f)", "if (false)", by="numbers",
+        **INT8),
     Bug("a sum is added twice", T + "codes.cuh", "part[i / 8][i / 4 % 2][i % 4] = 0.f;", "",
         by="numbers", **FP8),
     Bug("two keys changed", T + "codes.cuh", "x[0], x[1]) | pack2_e4m3(x[2], x[3])",
@@ -81,6 +88,12 @@ BUGS = (
         by="numbers", **CODES),
     Bug("zeros behind the last key lose the mean", T + "quantize_rows.cuh",
         "SMOOTH && row < length", "SMOOTH", by="numbers", **CODES),
+    Bug("a scale for keys that are not there", K + "quantize_codes.cu",
+        "(i == 0 || tile.first + i * SCALE_KEYS < tile.length)", "true", by="race", **SHARED),
+    Bug("one scale for 128 keys, not two", K + "quantize_codes.cu", "i < ROWS / SCALE_KEYS &&",
+        "i == 0 &&", by="numbers", **SHARED),
+    Bug("scales of q that is not there", K + "quantize_codes.cu",
+        "min(ROWS, tile.length - tile.first)", "ROWS", by="memory", **SHARED),
     Bug("the first head's scale for all", K + "quantize_codes.cu", "min(tile.head, q_spans - 1)",
         "0", by="numbers", **GIVEN),
 )  # fmt: skip

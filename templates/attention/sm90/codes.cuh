@@ -99,6 +99,7 @@ __device__ __forceinline__ void sums_to_float(int (&s)[N][4]) {
 template <int BLOCK_K, int SCALE_KEYS, int GROUPS, int RAISED>
 struct CodedSoftmax {
   static constexpr float GROWTH = RAISED == 0 ? 8.f : 8.75f - RAISED;
+  static constexpr int TOP = 8;              // what those of peaked rows are raised by
   static constexpr float FAR = 67108864.f;   // from where an FMA's addend is too coarse
   static constexpr float GREAT = 1048576.f;  // from where one is too coarse to be corrected
   // What no probability may be above, and from where on a greater maximum is worth its corrections.
@@ -231,13 +232,42 @@ struct CodedSoftmax {
     if (!rescale) return true;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float less = fmaxf(log2f(quad_max(top[half])) - RAISED, 0.f);
+      const float most = quad_max(top[half]);
+      const float less = fmaxf(log2f(most) - (is_peaked(sums[half], most) ? TOP : RAISED), 0.f);
       const float by_less = exp2_fast(-less);
       correction[0][half] = by_less;
       add[half] -= less;
       row_sum[half] *= by_less, sums[half] *= by_less;
 #pragma unroll
       for (int n = 0; n < N; ++n) s[0][n][2 * half] *= by_less, s[0][n][2 * half + 1] *= by_less;
+    }
+    return true;
+  }
+
+  // Whether one probability of a row, the greatest, is nearly all of them in its lanes: others, here and
+  // in tiles to come, are so small that they need what room there is, and seldom is one greater.
+  __device__ __forceinline__ static bool is_peaked(float sum, float most) {
+    return (RAISED > 0) & (quad_max(sum) < 1.0625f * most);
+  }
+
+  // Rows that are peaked after two tiles are raised by TOP powers of two instead, with what they have so
+  // far. True (for the whole warp) when the output must be multiplied by `correction`.
+  template <int N>
+  __device__ __forceinline__ bool raise_peaked(float (&s)[1][N][4], float (&sums)[2],
+                                               float (&correction)[1][2], bool rescale) {
+    bool peaked[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      peaked[half] = is_peaked(row_sum[half] + sums[half], 1 << RAISED) & (add[half] < -NOTHING);
+    if (!__any_sync(FULL_MASK, peaked[0] | peaked[1]) || far) return rescale;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float by = peaked[half] ? 1 << (TOP - RAISED) : 1.f;
+      if (peaked[half]) add[half] += TOP - RAISED;
+      correction[0][half] = rescale ? correction[0][half] * by : by;
+      row_sum[half] *= by, sums[half] *= by;
+#pragma unroll
+      for (int n = 0; n < N; ++n) s[0][n][2 * half] *= by, s[0][n][2 * half + 1] *= by;
     }
     return true;
   }

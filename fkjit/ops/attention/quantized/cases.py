@@ -27,7 +27,8 @@ from fkjit.spec import Arrays, Params, Problem, Verification
 _TOP = 8  # of probabilities of e4m3, in powers of two
 _RAISED_SM90, _LAG = 5, 3.75  # the same of Hopper's kernel, and how far maxima may lag there
 _LIMIT = 448.0  # what no probability may be above
-_WARP_ROWS = 16
+_WARP_ROWS, _LANES = 16, 4  # rows of a warp, lanes of a row
+_PEAKED, _MORE = 1.0625, 3 * np.log(2.0)  # what is peaked, and how much further it is raised
 
 
 def numbers(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
@@ -69,8 +70,9 @@ def attend_e4m3(
     growth, raised = p.get("growth", 0.0), p.get("raised", _TOP)
     k, v = (np.repeat(x, group, axis=0) for x in (k, v))
     scores = cases.final_scores(p, arrays, b, q @ k.swapaxes(-1, -2) * p["softmax_scale"])
-    top, total = np.full(scores.shape[:2], -np.inf), np.zeros(scores.shape[:2])
+    top, total = np.full(scores.shape[:2], -np.inf), np.zeros((*scores.shape[:2], _LANES))
     o = np.zeros((*scores.shape[:2], v.shape[-1]))
+    second = _second_tiles(scores, p.get("rows", 0), width)
     known = np.zeros(scores.shape[:2], bool)  # all maxima of a row's warp
     for first in range((p["seqlen_k"] - 1) // width * width, -1, -width):
         tile = scores[..., first : first + width]
@@ -78,17 +80,47 @@ def attend_e4m3(
         if growth:
             grew = _warps_grew(higher, top, growth)
             grew = np.where(known, _sums_grew(tile, top, raised), grew)
+            higher = np.where(known & _is_peaked(tile), np.maximum(top, higher - _MORE), higher)
             known = np.where(grew, ~_any_of_warps(~np.isfinite(higher)), known)
             higher = np.where(grew, higher, top)
         base = np.where(np.isfinite(higher), higher, 0.0)
         fade = np.exp(np.where(np.isfinite(top), top, -np.inf) - base)
         weights = np.exp2((tile - base[..., None]) * np.log2(np.e) + raised)
+        so_far = total * fade[..., None] + _of_lanes(weights)
+        peaked = (growth > 0) & (second == first) & (so_far.max(-1) < _PEAKED * 2.0**raised)
+        by = np.where(peaked & np.isfinite(higher), np.exp(_MORE), 1.0)
+        fade, higher, weights = fade * by, higher - np.log(by), weights * by[..., None]
         rounded = weights.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
         o = o * fade[..., None] + rounded @ v[:, first : first + width]
-        total, top = total * fade + weights.sum(-1), higher
+        total, top = so_far * by[..., None], higher
+    total = total.sum(-1)
     with np.errstate(divide="ignore"):
         lse = np.log(total * 2.0**-raised) + np.where(np.isfinite(top), top, 0.0)
     return o / np.where(total == 0, 1, total)[..., None], lse
+
+
+def _of_lanes(weights: np.ndarray) -> np.ndarray:
+    """Sums of the lanes that share a row: each has two of eight columns."""
+    padded = np.pad(weights, ((0, 0), (0, 0), (0, -weights.shape[-1] % 8)))
+    return padded.reshape(*weights.shape[:2], -1, _LANES, 2).sum((2, 4))
+
+
+def _is_peaked(tile: np.ndarray) -> np.ndarray:
+    """Rows whose greatest probability is nearly all of its lanes' sums."""
+    with np.errstate(invalid="ignore"):
+        weights = np.exp(np.where(tile > -np.inf, tile - tile.max(-1, keepdims=True), -np.inf))
+    return _of_lanes(weights).max(-1) < _PEAKED
+
+
+def _second_tiles(scores: np.ndarray, rows: int, width: int) -> np.ndarray:
+    """For each row the first key of the tile before the last one that its block of `rows` sees."""
+    found = np.full(scores.shape[:2], -1)
+    for row in range(0, scores.shape[1] if rows else 0, rows or 1):
+        visible = np.asarray(np.isfinite(scores[:, row : row + rows]).any(1))
+        for head, seen in enumerate(visible):
+            if seen.any():
+                found[head, row : row + rows] = (np.flatnonzero(seen)[-1] // width - 1) * width
+    return found
 
 
 def _warps_grew(higher: np.ndarray, top: np.ndarray, growth: float) -> np.ndarray:
@@ -192,8 +224,8 @@ def _problems_sm90(params: Params, scale: str) -> list[dict[str, Any]]:
     """The same with a positive scale, and more keys, so that consumers go on after a promotion; two
     multiprocessors, so that tiles are drawn."""
     weights = "half" if params["values"] == "half" else "fp8"
-    of_tiles = {"weights": weights, "tile": params["block"][1], "growth": _LAG,
-                "raised": _RAISED_SM90}  # fmt: skip
+    of_tiles = {"weights": weights, "tile": params["block"][1], "rows": params["block"][0],
+                "growth": _LAG, "raised": _RAISED_SM90}  # fmt: skip
     wanted, small = {**params, "weights": weights}, scale == "small"
     made = [{**p, **of_tiles, "softmax_scale": abs(p["softmax_scale"])}
             for p in _problems(wanted, scale)]  # fmt: skip

@@ -48,7 +48,9 @@ def _illegal(params: Params) -> str | None:
         return "has values of e4m3 beside q and k of int8"
     if params["block"] == (192, 128) and half:
         return "has no registers for 16 bits of v beside those of 192 rows and 128 keys"
-    if params["block"] == (128, 192) and params["packed"]:
+    if params["packed"] and (
+        params["block"] == (128, 192) or (params["block"] == (192, 128) and not fp8 and not promote)
+    ):
         return "has no registers for packed sequences in such tiles"
     if params["block"] == (192, 96) and (promote or not fp8):
         return "has registers for q and k of e4m3, and none for sums of their own"

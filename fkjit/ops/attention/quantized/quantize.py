@@ -9,6 +9,7 @@ from fkjit.arguments import one_of
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.attention.checks import check_grid, length, look_at_ends, sequences
 from fkjit.ops.attention.quantized.quantize_kernels import (
+    BLOCKS,
     CHANNELS,
     CODES,
     ROWS,
@@ -111,8 +112,9 @@ def quantize_attention(
             leaves less to round; the lse gets it back.
         rotate: rows of q and k are multiplied by an orthogonal matrix (Hadamard's), which spreads
             outliers and changes no score; D is 64, 128 or 256 then, and Dv no more than D.
-        scales: of q and k: "block" (a row of q, 64 keys), or one for all rows of a "head" or of the
-            "tensor", which cost a pass more and are less exact.
+        scales: of q and k: "block" (a row of q, 64 keys), "block64" or "block128" (so many rows of
+            q, as many keys), or one for all rows of a "head" or of the "tensor", which cost a pass
+            more and are less exact. The fewer share one, the more exact.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: of packed sequences, as
             `fkjit.attention_varlen` takes them (int32, on the same device). q is [total_q, Hq, D]
             then, k and v alike; means and scales are a sequence's own.
@@ -242,7 +244,8 @@ def _check(
         )
     outputs = _outputs(how, smooth, problem)
     problem |= {
-        "given": scales != "block",
+        "given": scales not in BLOCKS,
+        "shared": BLOCKS.get(scales, 1),
         "code": how.code,
         "v_codes": how.v_codes,
         "values": how.values,
@@ -290,7 +293,7 @@ def _launches(seen: Mapping[str, View], outputs: dict[str, Output], problem: Any
         launches.append(Launch(SPANS, {**common, **rows_as}, problem))
         memory.append(spans_scratch(problem))
     if problem["seqlen_q"] or problem["seqlen_k"]:
-        more = {name: problem[name] for name in ("values", "given")}
+        more = {name: problem[name] for name in ("values", "given", "shared")}
         launches.append(Launch(CODES, {**common, **rows_as, **more}, problem))
     size, counters = (max(sizes) for sizes in zip(*memory, strict=True))
     return Request(seen, outputs, tuple(launches), size, counters)
@@ -314,7 +317,7 @@ def _outputs(how: AttentionScheme, smooth: bool, p: Mapping[str, Any]) -> dict[s
     if smooth:
         made["shift"] = Output((*of_q, rows_q), "fp32")
         made["k_means"] = Output((*of_columns, p["head_dim"]), "fp32", returned=False)
-    if p["scales"] != "block":
+    if p["scales"] not in BLOCKS:
         made["span_scales"] = Output((sum(spans(p).values()),), "fp32", returned=False)
     return made
 

@@ -45,12 +45,12 @@ def encoded(
 
 
 def encode_keys(
-    k: np.ndarray, code: str, given: np.ndarray | None = None
+    k: np.ndarray, code: str, given: np.ndarray | None = None, rows: int = ROWS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[batch, heads, keys, dim] of fp32 -> codes, and a scale for ROWS keys."""
+    """[batch, heads, keys, dim] of fp32 -> codes, and a scale for `rows` keys."""
     b, h, keys, dim = k.shape
-    padded = np.pad(k, ((0, 0), (0, 0), (0, -keys % ROWS), (0, 0)))
-    made, scales = encoded(padded.reshape(b, h, -1, ROWS * dim), code, given)
+    padded = np.pad(k, ((0, 0), (0, 0), (0, -keys % rows), (0, 0)))
+    made, scales = encoded(padded.reshape(b, h, -1, rows * dim), code, given)
     return made.reshape(padded.shape)[:, :, :keys], scales
 
 
@@ -112,7 +112,7 @@ def decode_keys(data: np.ndarray, scales: np.ndarray, code: str) -> np.ndarray:
 def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """Ragged last tiles, grouped heads, narrower heads than are compiled, both layouts."""
     d = params["head_dim"]
-    own = ("code", "values", "smooth", "rotate", "given", "means", "mosts")
+    own = ("code", "values", "smooth", "rotate", "given", "shared", "means", "mosts")
     more = {name: params[name] for name in own if name in params}
     more["v_codes"] = params.get("values", "half") != "half"
     scales = ("head", "tensor") if params.get("given", "smooth" in params) else ("block", "block")
@@ -260,6 +260,16 @@ def _given_scales(p: Problem, given: np.ndarray) -> dict[str, np.ndarray]:
     return made
 
 
+def _shared_codes(p: Problem, q: np.ndarray, k: np.ndarray) -> Arrays:
+    """Scales of so many rows, which stand once for each row of q and each ROWS keys."""
+    rows, made = p["shared"], {}
+    for name, x, of in (("q", q, 1), ("k", k, ROWS)):
+        made[f"{name}_codes"], scales = encode_keys(x, p["code"], rows=rows)
+        repeated = np.repeat(scales, rows // of, axis=2)
+        made[f"{name}_scales"] = repeated[:, :, : -(-x.shape[2] // of)]
+    return made
+
+
 def _codes(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     made: Arrays = {}
     if p["smooth"]:
@@ -269,8 +279,11 @@ def _codes(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
         )
     q, k = _turned(p, arrays)
     scales = _given_scales(p, arrays["span_scales"]) if p["given"] else {}
-    made["q_codes"], made["q_scales"] = encoded(q, p["code"], scales.get("q"))
-    made["k_codes"], made["k_scales"] = encode_keys(k, p["code"], scales.get("k"))
+    if p["shared"] > 1:
+        made |= _shared_codes(p, q, k)
+    else:
+        made["q_codes"], made["q_scales"] = encoded(q, p["code"], scales.get("q"))
+        made["k_codes"], made["k_scales"] = encode_keys(k, p["code"], scales.get("k"))
     if p["v_codes"]:
         made["v_codes"] = encode_values(_rows(p, arrays["v"]), p["values"])[0]
     return made

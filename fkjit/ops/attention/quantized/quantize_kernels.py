@@ -18,13 +18,16 @@ from fkjit.ops.attention.problem import axes, row_strides
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 
-ROWS = 64  # of a block; keys that share a scale, and what keys of V^T are padded to
+ROWS = 64  # of a block; keys that have a place for a scale, and what keys of V^T are padded to
 KEY_ROOM = 256  # places that a packed sequence has beside its keys (attention/packed_codes.cuh)
 _LAST_BLOCKS = 3  # of ROWS places behind the last key of a packed sequence
 CHUNK = 128  # keys of a block that looks for means and scales of columns
 HEAD_DIMS = (64, 128, 256)  # columns, padded
 _THREADS = 256
-SCALES = ("block", "head", "tensor")  # a row of q and ROWS keys; all of a head; all there are
+# Who shares a scale: a row of q and ROWS keys; so many rows of q and as many keys; all of a head;
+# all there are. The first three are found as rows become codes, the others in a pass before.
+BLOCKS = {"block": 1, "block64": 64, "block128": 128}
+SCALES = (*BLOCKS, "head", "tensor")
 _CODES = {"int8": "Int8Codes", "fp8": "Fp8Codes"}
 _ENDS = ("cu_seqlens_q", "cu_seqlens_k")
 _POINTERS = (*_ENDS, "q", "k", "v", "k_means", "v_scales", "span_scales", "q_codes", "k_codes",
@@ -82,17 +85,23 @@ def spans_scratch(problem: Problem) -> tuple[int, int]:
     return 4 * sum(_blocks(problem, name) for name in "qk"), sum(spans(problem).values())
 
 
-def _blocks(problem: Problem, name: str) -> int:
+def _blocks(problem: Problem, name: str, of: int = ROWS) -> int:
+    """`of`: rows of a block."""
     rows = problem["seqlen_q" if name == "q" else "seqlen_k"]
     heads = problem["heads_q" if name == "q" else "heads_kv"]
-    return problem["batch"] * heads * -(-rows // ROWS)
+    return problem["batch"] * heads * -(-rows // of)
+
+
+def _rows(params: Params) -> int:
+    """Of a block of q or k, which share a scale."""
+    return max(ROWS, params.get("shared", 1))
 
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{name: arrays.get(name) for name in _POINTERS},
         **{f"{name}_strides": row_strides(axes(problem), arrays[name]) for name in "qkv"},
-        **{f"{name}_blocks": _blocks(problem, name) for name in "qk"},
+        **{f"{name}_blocks": _blocks(problem, name, _rows(params)) for name in "qk"},
         **{f"{name}_spans": count for name, count in spans(problem).items()},
         **{name: problem[name] for name in ("heads_q", "heads_kv", "seqlen_q", "seqlen_k")},
         **{name: problem[name] for name in ("head_dim", "head_dim_v")},
@@ -162,8 +171,8 @@ _ROTATE = Param("rotate", (False, True), "rows of q and k are rotated")
 
 def _derive(params: Params) -> dict[str, Any]:
     values = params.get("values", "half")
-    return {"codes": _CODES[params["code"]], "rows": ROWS, "threads": _THREADS,
-            "v_codes": values != "half",
+    return {"codes": _CODES[params["code"]], "rows": _rows(params), "value_rows": ROWS,
+            "threads": _THREADS, "v_codes": values != "half",
             "value_codes": "E5m2Codes" if values == "e5m2" else "Fp8Codes"}  # fmt: skip
 
 
@@ -184,15 +193,18 @@ SPANS = register(
 
 def _codes_illegal(params: Params) -> str | None:
     allowed = ("half", "fp8") if params["code"] == "int8" else ("fp8", "e5m2")
-    return None if params["values"] in allowed else "has fp8 for v beside fp8, and e5m2 there alone"
+    if params["values"] not in allowed:
+        return "has fp8 for v beside fp8, and e5m2 there alone"
+    both = params["given"] and params["shared"] > 1
+    return "has scales that are given, or shared" if both else None
 
 
 def _codes_grid(params: Params, problem: Problem) -> Dim3:
-    keys = _blocks(problem, "k")
-    values = keys
-    if is_packed(problem) and keys:
+    values = _blocks(problem, "k")
+    if is_packed(problem) and values:
         values += _LAST_BLOCKS * problem["batch"] * problem["heads_kv"]
-    return (_blocks(problem, "q") + keys + (params["values"] != "half") * values, 1, 1)
+    rows = sum(_blocks(problem, name, _rows(params)) for name in "qk")
+    return (rows + (params["values"] != "half") * values, 1, 1)
 
 
 CODES = register(
@@ -210,6 +222,9 @@ CODES = register(
             _SMOOTH,
             _ROTATE,
             Param("given", (False, True), "scales of q and k are not their own rows'"),
+            Param(
+                "shared", tuple(BLOCKS.values()), "rows of q that share a scale; of k, at least 64"
+            ),
             PACKED,
         ),
         derive=_derive,

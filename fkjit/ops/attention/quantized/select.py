@@ -15,7 +15,8 @@ from fkjit.spec import KernelSpec, Problem
 
 INTERVALS = tuple(dict.fromkeys((*kernels.PROMOTE, *PROMOTE)))  # of any GPU's kernel
 _INTERVAL = 512  # keys: a third of a per cent where values add up, far below what e4m3 costs
-_SMALL_ROWS, _MANY_QUERIES = 128, 3072  # of a tile; from which on greater ones are faster
+_SMALL_ROWS = 128  # of a tile
+_MANY_QUERIES, _MANY_CAUSAL = 3072, 2048  # from which on greater ones are faster
 _MAX_STEP = 2**40  # bytes
 _LEAST_SCALE = 1e-9  # a sign could not go into q
 
@@ -70,6 +71,7 @@ def choose_sm90(problem: Problem, promote: int | None, block: Any, arch: Arch) -
 def _fastest(problem: Problem) -> list[tuple[int, int]]:
     """Tiles, fastest first: few queries want small ones."""
     tiles = TILES[padded(problem)]
-    if problem["seqlen_q"] >= _MANY_QUERIES:
+    causal = problem["window"][1] == 0
+    if problem["seqlen_q"] >= (_MANY_CAUSAL if causal else _MANY_QUERIES):
         return list(tiles)
     return sorted(tiles, key=lambda tile: (tile[0] > _SMALL_ROWS, tile[1]))
