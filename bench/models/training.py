@@ -13,6 +13,8 @@ loss and compiler:
     patch          fkjit.models.patch
     fkjit          the same with loss=True: linear_cross_entropy in place of the head and the loss
     graph          fkjit's whole step, with the optimizer, as one CUDA graph
+    adamw          fkjit with fkjit.models.patch_optimizer as well
+    adamw-graph    adamw's whole step as one CUDA graph
     compiled       fkjit's model under torch.compile
 
 While torch.compile traces, transformers makes a mask of all pairs, with which PyTorch's attention
@@ -32,15 +34,15 @@ import transformers
 from torch.nn import functional
 from transformers.modeling_utils import AttentionInterface
 
-from fkjit.models import CapturedStep, patch
+from fkjit.models import CapturedStep, patch, patch_optimizer
 from fkjit.models.config import fields_of
 
 CANDIDATES = (
-    "graph", "fkjit", "compile", "overhead", "compile-graph", "causal", "causal-graph", "sdpa",
-    "eager",
+    "adamw-graph", "adamw", "graph", "fkjit", "compile", "overhead", "compile-graph", "causal",
+    "causal-graph", "sdpa", "eager",
 )  # fmt: skip
 RATE, WARM_UP = 3e-4, 50  # steps
-_OURS = ("fkjit", "graph", "compiled")
+_OURS = ("fkjit", "graph", "adamw", "adamw-graph", "compiled")
 _COMPILES = ("compile", "overhead", "compile-graph", "causal", "causal-graph", "compiled")
 _AHEAD = 32  # batches that are drawn together
 _KINDS, _NOISE = 512, 0.1  # of tokens; how often one follows that does not have to
@@ -91,6 +93,8 @@ class Training:
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=self._rate, fused=True, capturable=captures
         )
+        if candidate.startswith("adamw"):
+            patch_optimizer(self._optimizer)
         self._steps = 0
         self._run = CapturedStep(self._forward, self._optimizer) if captures else self._eager
 

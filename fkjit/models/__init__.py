@@ -18,6 +18,7 @@ from fkjit.models.config import ModelConfig, named_configs
 from fkjit.models.decoder import Decoder, Token
 from fkjit.models.experts import register_experts
 from fkjit.models.loss import linear_cross_entropy
+from fkjit.models.optimizer import patch_optimizer
 from fkjit.models.patching import Report, patch, unpatch
 from fkjit.models.plan import StepPlan
 from fkjit.models.sampling import Sampling
@@ -36,6 +37,7 @@ __all__ = [
     "linear_cross_entropy",
     "named_configs",
     "patch",
+    "patch_optimizer",
     "random_weights",
     "register_experts",
     "register_flash_attention",

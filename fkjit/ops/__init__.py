@@ -15,6 +15,7 @@ from fkjit.user_kernels import load_folder
 # means the op's first kernel. A module that is not here is not loaded (tests/op/test_registry.py).
 KERNELS = (
     "elementwise.vector_add",
+    "elementwise.adamw",
     "reduce.kernels",
     "reduce.cross_entropy",
     "norm.kernels",
