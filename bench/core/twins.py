@@ -16,6 +16,7 @@ from .op import Arrays, Candidate, Prepared
 
 # Operations of ours that have no twin yet, and why.
 MISSING: dict[str, str] = {
+    "adamw": "PyTorch's fused AdamW stands beside it: bench.models.train measures whole steps",
     "attention_backward_form": "the twin of attention_backward, with a line or two more for each",
     "attention_few": "the twin of attention, on a grid of parts",
     "attention_resumed": "a step of ring attention: bench distributed measures whole ones",

@@ -11,6 +11,7 @@ from fkjit.spec import find, registered
 
 KERNELS = [
     "vector_add.rows",
+    "adamw.rows",
     "reduce.blocks",
     "reduce.lanes",
     "cross_entropy.rows",
