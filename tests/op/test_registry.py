@@ -15,6 +15,7 @@ KERNELS = [
     "reduce.blocks",
     "reduce.lanes",
     "cross_entropy.rows",
+    "cross_entropy.held",
     "layer_norm.rows",
     "rms_norm.rows",
     "layer_norm.wide",

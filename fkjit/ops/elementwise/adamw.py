@@ -85,7 +85,7 @@ STEP = register(
         params=(
             Param("dtype", FLOATS, "element type of all arrays"),
             Param("vector", (True, False), "16-byte accesses"),
-            Param("threads", (128, 256, 512), "threads of a block", tunable=True),
+            Param("threads", (128, 256), "threads of a block", tunable=True),
         ),
         block=lambda params: (params["threads"], 1, 1),
         grid=lambda params, problem: (_blocks(params, problem), 1, 1),
