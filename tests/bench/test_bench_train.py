@@ -4,6 +4,8 @@ losses and weights."""
 from __future__ import annotations
 
 import itertools
+import json
+from xml.etree import ElementTree
 
 import pytest
 
@@ -12,6 +14,7 @@ from fkjit.jit.build import quiet
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers, fkjit[models]")
 
+from bench.models import curves  # noqa: E402
 from bench.models.train import Row, line  # noqa: E402
 from bench.models.training import Training, apart, batches, curve  # noqa: E402
 from tests.core.sampling import one_in  # noqa: E402
@@ -52,3 +55,20 @@ def test_a_row_and_the_distance_of_curves():
     found = apart({"a": [1.0, 2.0], "b": [1.1, 2.0]}, "a")
     assert found["a"] == (0, 0)
     assert found["b"] == pytest.approx((0.1, 0.05))
+
+
+def test_curves_are_stored_and_drawn(tmp_path, monkeypatch):
+    said = {"config": "gpt2", "batch": 8, "length": 1024, "device": "NVIDIA H200"}
+    lines = [
+        json.dumps({**said, "candidate": name, "curve": [10.98, *[loss] * 19]})
+        for name, loss in (("sdpa", 2.0), ("fkjit", 2.01), ("eager", 1.99), ("fkjit", 2.02))
+    ]
+    found = curves.read([*lines, json.dumps({**said, "candidate": "sdpa", "milliseconds": 1.0})])
+    monkeypatch.setattr(curves, "STORED", tmp_path / "curves.json")
+    curves.store(found)
+    assert curves.stored() == found
+    assert curves.table(found).splitlines()[1] == (
+        "| gpt2 | 8 x 1024 | fkjit | 10.9800 | 2.0200 | 1.00 % | 0.950 % |"
+    )
+    text = "".join(ElementTree.fromstring(curves.picture(found)).itertext())
+    assert "gpt2: Hugging Face, eager" in text
