@@ -32,6 +32,7 @@ MISSING: dict[str, str] = {
     "normed_append": "a part of decode steps: bench.models.decode measures whole ones",
     "normed_linear": "a part of decode steps: bench.models.decode measures whole ones",
     "pick_largest": "a part of decode steps: bench.models.decode measures whole ones",
+    "scale": "a part of the loss: bench.models.train measures whole steps",
     "settled_attention": "the twin of attention_decode, which starts early",
     "step_begin": "a part of decode steps: bench.models.decode measures whole ones",
     "streamed_logits": "a part of decode steps: bench.models.decode measures whole ones",

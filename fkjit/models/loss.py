@@ -19,6 +19,7 @@ from typing import Any
 
 from fkjit.arguments import one_of, shown, whole
 from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.ops.elementwise.scale import scale
 from fkjit.ops.gemm.call import linear
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.autograd import Differentiable, Tensors
@@ -173,11 +174,25 @@ def _rounded(total: Any, scale: Any, weight: Any) -> Any:
 
 
 def _backward(saved: Tensors, gradients: Tensors, needed: Tensors, options: Any) -> Tensors:
+    """Those of the forward pass times the loss's own, in place where this is the last time."""
     torch = torch_ops.torch_seen()
     found = [made if wanted else None for made, wanted in zip(saved, needed[:2], strict=True)]
     there = [made for made in found if made is not None]
-    scaled = iter(torch._foreach_mul(there, gradients[0].to(there[0].dtype)) if there else ())
-    return (*(None if made is None else next(scaled) for made in found), None)
+    if not _is_last(torch):
+        factor = gradients[0].to(there[0].dtype) if there else None
+        scaled = iter(torch._foreach_mul(there, factor) if there else ())
+        return (*(None if made is None else next(scaled) for made in found), None)
+    for made in there:
+        scale(made.view(-1), gradients[0].view(1))
+    return (*found, None)
+
+
+def _is_last(torch: Any) -> bool:
+    """Whether the engine drops what was saved: it will not ask for these gradients again."""
+    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    if keeps is None or torch._C._are_functorch_transforms_active():
+        return False
+    return not keeps()
 
 
 _LOSS = Differentiable("LinearCrossEntropy", _forward, _backward)

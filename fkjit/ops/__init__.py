@@ -16,6 +16,7 @@ from fkjit.user_kernels import load_folder
 KERNELS = (
     "elementwise.vector_add",
     "elementwise.adamw",
+    "elementwise.scale",
     "reduce.kernels",
     "reduce.cross_entropy",
     "norm.kernels",
