@@ -29,11 +29,12 @@ _NAMES = {"sdpa": "Hugging Face, SDPA", "eager": "Hugging Face, eager", "fkjit":
 
 
 class Curves(NamedTuple):
-    """Losses of each candidate, of one model and size."""
+    """Losses of each candidate, of one model, size and learning rate."""
 
     config: str
     batch: int
     length: int
+    rate: float
     device: str
     losses: dict[str, list[float]]
 

@@ -1,7 +1,7 @@
 """A training step with fkjit's kernels beside Hugging Face's own, in bf16.
 
     python -m bench.models.train [--config gpt2] [--batch 8] [--length 1024]
-        [--candidates graph,fkjit,compile,sdpa,eager] [--curve 200] [--out FILE]
+        [--candidates graph,fkjit,compile,sdpa,eager] [--curve 200] [--rate 3e-4] [--out FILE]
 
 Of each candidate (bench/models/training.py): milliseconds of a step by CUDA events (the median of
 10), tokens/s, and the most memory that PyTorch's allocator held, weights and optimizer included.
@@ -24,9 +24,9 @@ import torch
 
 from fkjit.models import ModelConfig, named_configs
 
-from .training import CANDIDATES, Training, apart, batches, curve
+from .training import CANDIDATES, RATE, Training, apart, batches, curve
 
-_WARM, _STEPS = 3, 10
+_WARM, _STEPS = 6, 10
 
 
 class Row(NamedTuple):
@@ -93,9 +93,10 @@ def _measured(chosen: argparse.Namespace, name: str) -> dict[str, Any]:
     vocabulary = ModelConfig.of(chosen.config).vocabulary
     given = batches(vocabulary, chosen.batch, chosen.length, "cuda")
     begin = time.perf_counter()
-    training = Training(name, chosen.config, torch.bfloat16, "cuda")
+    training = Training(name, chosen.config, torch.bfloat16, "cuda", chosen.rate)
     said = {"config": chosen.config, "batch": chosen.batch, "length": chosen.length,
-            "device": torch.cuda.get_device_name(), "candidate": name}  # fmt: skip
+            "rate": chosen.rate, "device": torch.cuda.get_device_name(),
+            "candidate": name}  # fmt: skip
     if chosen.curve:
         losses = curve(
             training, given, chosen.curve,
@@ -133,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=1024, help="tokens of each")
     parser.add_argument("--candidates", default=",".join(CANDIDATES), help="with commas")
     parser.add_argument("--curve", type=int, default=0, help="steps of the loss curves")
+    parser.add_argument("--rate", type=float, default=RATE, help="of learning, after a warm-up")
     parser.add_argument("--out", type=Path, help="JSON lines, appended")
     return parser
 

@@ -44,6 +44,7 @@ CANDIDATES = (
 RATE, WARM_UP = 3e-4, 50  # steps
 _OURS = ("fkjit", "graph", "adamw", "adamw-graph", "compiled")
 _COMPILES = ("compile", "overhead", "compile-graph", "causal", "causal-graph", "compiled")
+_COMPILING = 2  # steps before one is captured
 _AHEAD = 32  # batches that are drawn together
 _KINDS, _NOISE = 512, 0.1  # of tokens; how often one follows that does not have to
 _NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0)
@@ -80,7 +81,9 @@ def _attention(candidate: str) -> str:
 class Training:
     """A model with its optimizer."""
 
-    def __init__(self, candidate: str, config: Any, dtype: Any, device: Any) -> None:
+    def __init__(
+        self, candidate: str, config: Any, dtype: Any, device: Any, rate: float = RATE
+    ) -> None:
         self.model = built(config, _attention(candidate), dtype, device)
         captures = candidate.endswith("graph")
         if candidate == "patch" or candidate in _OURS:
@@ -89,20 +92,21 @@ class Training:
         if candidate in _COMPILES:
             mode = "reduce-overhead" if candidate == "overhead" else None
             self._forward = torch.compile(self.model, mode=mode)
-        self._rate = torch.tensor(RATE, device=device)
+        self._top, self._rate = rate, torch.tensor(rate, device=device)
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=self._rate, fused=True, capturable=captures
         )
         if candidate.startswith("adamw"):
             patch_optimizer(self._optimizer)
-        self._steps = 0
+        self._steps, self._compiles = 0, candidate in _COMPILES
         self._run = CapturedStep(self._forward, self._optimizer) if captures else self._eager
 
     def step(self, tokens: Any) -> Any:
         """The loss before the step, a tensor. tokens: [batch, length] int64."""
         self._steps += 1
-        self._rate.fill_(RATE * min(1.0, self._steps / WARM_UP))
-        return self._run(input_ids=tokens, labels=tokens)
+        self._rate.fill_(self._top * min(1.0, self._steps / WARM_UP))
+        compiling = self._compiles and self._steps <= _COMPILING
+        return (self._eager if compiling else self._run)(input_ids=tokens, labels=tokens)
 
     def _eager(self, **tensors: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()

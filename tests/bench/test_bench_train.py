@@ -58,7 +58,7 @@ def test_a_row_and_the_distance_of_curves():
 
 
 def test_curves_are_stored_and_drawn(tmp_path, monkeypatch):
-    said = {"config": "gpt2", "batch": 8, "length": 1024, "device": "NVIDIA H200"}
+    said = {"config": "gpt2", "batch": 8, "length": 1024, "rate": 3e-4, "device": "NVIDIA H200"}
     lines = [
         json.dumps({**said, "candidate": name, "curve": [10.98, *[loss] * 19]})
         for name, loss in (("sdpa", 2.0), ("fkjit", 2.01), ("eager", 1.99), ("fkjit", 2.02))
