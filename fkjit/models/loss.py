@@ -22,7 +22,7 @@ from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.elementwise.scale import scale
 from fkjit.ops.gemm.call import linear
 from fkjit.ops.op import torch_ops
-from fkjit.ops.op.autograd import Differentiable, Tensors
+from fkjit.ops.op.autograd import Differentiable, Tensors, is_last
 from fkjit.ops.reduce.cross_entropy import EVEN, cross_entropy
 
 _CALL = "linear_cross_entropy"
@@ -178,21 +178,13 @@ def _backward(saved: Tensors, gradients: Tensors, needed: Tensors, options: Any)
     torch = torch_ops.torch_seen()
     found = [made if wanted else None for made, wanted in zip(saved, needed[:2], strict=True)]
     there = [made for made in found if made is not None]
-    if not _is_last(torch):
+    if not is_last():
         factor = gradients[0].to(there[0].dtype) if there else None
         scaled = iter(torch._foreach_mul(there, factor) if there else ())
         return (*(None if made is None else next(scaled) for made in found), None)
     for made in there:
         scale(made.view(-1), gradients[0].view(1))
     return (*found, None)
-
-
-def _is_last(torch: Any) -> bool:
-    """Whether the engine drops what was saved: it will not ask for these gradients again."""
-    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    if keeps is None or torch._C._are_functorch_transforms_active():
-        return False
-    return not keeps()
 
 
 _LOSS = Differentiable("LinearCrossEntropy", _forward, _backward)

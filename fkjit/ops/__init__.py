@@ -33,6 +33,7 @@ KERNELS = (
     "gemm.kernels",
     "gemm.kernels_backward",
     "gemm.flagged",
+    "gemm.slopes",
     "grouped.kernels",
     "grouped.kernels_stream",
     "grouped.kernels_codes",
