@@ -18,7 +18,7 @@ from fkjit.models import gated  # noqa: E402
 from fkjit.models.joined import _join  # noqa: E402
 
 FILE = "templates/gemm/slopes.cuh"
-KERNEL = {"kernel": "gated_slopes.wgmma", "params": {"block": (128, 128), "weight_layout": "kn"}}
+KERNEL = {"kernel": "gated_slopes.wgmma", "params": {"cluster": 1, "weight_layout": "kn"}}
 BUGS = (
     Bug("gate's column for up's", FILE, "pre + place + n", "pre + place", by="numbers", **KERNEL),
     Bug("the value for the slope", FILE, "Activation::slope(gate.x)", "Activation::value(gate.x)",

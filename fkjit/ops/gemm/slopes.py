@@ -23,13 +23,13 @@ from fkjit.ops.op.checks import check_dtype, check_output
 from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
 from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import CPU, View, view
-from fkjit.spec import Params, Problem, register
+from fkjit.spec import KernelSpec, Params, Problem, register
 
 _CALL = "gated_slopes"
-TILES = (((128, 128), "pingpong"), ((192, 96), "pingpong"))
+TILES = ((128, 128), 1), ((128, 128), 2)  # tile, cluster
 _FIXED = {
     "x_layout": "mk", "gate": False, "residual": False, "pre": True, "tma_store": True,
-    "cluster": 1, "split": 1, "shares": False,
+    "schedule": "pingpong", "split": 1, "shares": False,
 }  # fmt: skip
 _CHUNK = 8  # elements of 16 bytes
 
@@ -40,7 +40,7 @@ def _whole(params: Params) -> dict[str, Any]:
 
 
 def _derive(params: Params) -> dict[str, Any]:
-    shown = ("gate", "residual", "pre", "tma_store", "cluster", "split", "shares")
+    shown = ("gate", "residual", "pre", "tma_store", "schedule", "split", "shares")
     return {
         **WGMMA_ALL.derive(_whole(params)), "slopes": True, "out_dtype": params["dtype"],
         **{name: _FIXED[name] for name in shown}, "flags": ", elem_t* dz",
@@ -48,7 +48,7 @@ def _derive(params: Params) -> dict[str, Any]:
 
 
 def _illegal(params: Params) -> str | None:
-    if (params["block"], params["schedule"]) not in TILES:
+    if (params["block"], params["cluster"]) not in TILES:
         return "is never the fastest"
     if params["activation"] == "none":
         return "is for a gate"
@@ -59,26 +59,31 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
     return {**WGMMA_ALL.arguments(_whole(params), problem, arrays), "dz": arrays["dz"]}
 
 
-_OWN = {"block": tuple(tile for tile, _ in TILES), "schedule": ("pingpong",),
-        "activation": ("silu", "gelu", "gelu_tanh", "relu")}  # fmt: skip
+_OWN = {
+    "block": tuple(dict.fromkeys(tile for tile, _ in TILES)),
+    "activation": ("silu", "gelu", "gelu_tanh", "relu"),
+}
 _PARAMS = tuple(
     replace(p, values=_OWN.get(p.name, p.values))
     for p in WGMMA_ALL.params
     if p.name not in (*_FIXED, "out_dtype")
 )
-SLOPES = register(
-    replace(
+_SHOWN = tuple(
+    {"dtype": "bf16", "weight_layout": layout, "activation": "silu", "block": tile,
+     "cluster": cluster}
+    for (tile, cluster), layout in zip(TILES, ("kn", "nk"), strict=True)
+)  # fmt: skip
+
+
+def _spec(ahead: tuple[Any, ...] = ()) -> KernelSpec:
+    return replace(
         WGMMA_ALL,
         op=_CALL,
         doc="products for Hopper behind which a gated activation's gradients are made",
         params=_PARAMS,
         derive=_derive,
         illegal=_illegal,
-        ahead=tuple(
-            {"dtype": "bf16", "weight_layout": layout, "activation": "silu", "block": tile,
-             "schedule": "pingpong"}
-            for tile, layout in (((128, 128), "kn"), ((192, 96), "nk"))
-        ),
+        ahead=ahead,
         shared_layout=lambda params: (WGMMA_ALL.shared_layout or (lambda p: []))(_whole(params)),
         shared_bytes=lambda params: WGMMA_ALL.shared_bytes(_whole(params)),
         block=lambda params: WGMMA_ALL.block(_whole(params)),
@@ -86,7 +91,10 @@ SLOPES = register(
         arguments=_arguments,
         verification="fkjit.ops.gemm.cases_slopes:SLOPES",
     )
-)  # fmt: skip
+
+
+SLOPES_ALL = _spec()
+SLOPES = register(_spec(_SHOWN))
 
 
 class SlopesOptions(NamedTuple):
@@ -138,7 +146,7 @@ def _check(views: Mapping[str, View | None], said: SlopesOptions) -> Request:
     outputs = {"out": Output((m, n), x.dtype), "dz": Output(tuple(pre.shape), x.dtype, dz)}
     params = _chosen(problem, arch_of(x))
     inputs = {name: views[name] for name in ("x", "weight", "pre")}
-    return Request(inputs, outputs, (Launch(SLOPES, params, problem),) if m else ())
+    return Request(inputs, outputs, (Launch(SLOPES_ALL, params, problem),) if m else ())
 
 
 def _chosen(problem: Problem, arch: Arch) -> dict[str, Any]:
@@ -146,7 +154,7 @@ def _chosen(problem: Problem, arch: Arch) -> dict[str, Any]:
     given = {**Shape._field_defaults, **problem, "sms": problem.get("multiprocessors", SMS)}
     shape = Shape(**{name: given[name] for name in Shape._fields})
     fixed = {name: problem[name] for name in ("dtype", "weight_layout", "activation")}
-    tiles = [{**fixed, "block": tile, "schedule": how} for tile, how in TILES]
+    tiles = [{**fixed, "block": tile, "cluster": cluster} for tile, cluster in TILES]
     return min(tiles, key=lambda params: estimate("wgmma", shape, _whole(params), arch))
 
 
