@@ -15,6 +15,7 @@ loss and compiler:
     graph          fkjit's whole step, with the optimizer, as one CUDA graph
     adamw          fkjit with fkjit.models.patch_optimizer as well
     adamw-graph    adamw's whole step as one CUDA graph
+    early-graph    the same, parameters' steps beside the backward pass
     compiled       fkjit's model under torch.compile
 
 While torch.compile traces, transformers makes a mask of all pairs, with which PyTorch's attention
@@ -38,11 +39,11 @@ from fkjit.models import CapturedStep, patch, patch_optimizer
 from fkjit.models.config import fields_of
 
 CANDIDATES = (
-    "adamw-graph", "adamw", "graph", "fkjit", "compile", "overhead", "compile-graph", "causal",
-    "causal-graph", "sdpa", "eager",
+    "early-graph", "adamw-graph", "adamw", "graph", "fkjit", "compile", "overhead",
+    "compile-graph", "causal", "causal-graph", "sdpa", "eager",
 )  # fmt: skip
 RATE, WARM_UP = 3e-4, 50  # steps
-_OURS = ("fkjit", "graph", "adamw", "adamw-graph", "compiled")
+_OURS = ("fkjit", "graph", "adamw", "adamw-graph", "early-graph", "compiled")
 _COMPILES = ("compile", "overhead", "compile-graph", "causal", "causal-graph", "compiled")
 _COMPILING = 2  # steps before one is captured
 _AHEAD = 32  # batches that are drawn together
@@ -96,10 +97,13 @@ class Training:
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=self._rate, fused=True, capturable=captures
         )
-        if candidate.startswith("adamw"):
+        if candidate.startswith(("adamw", "early")):
             patch_optimizer(self._optimizer)
         self._steps, self._compiles = 0, candidate in _COMPILES
-        self._run = CapturedStep(self._forward, self._optimizer) if captures else self._eager
+        self._run: Callable[..., Any] = self._eager
+        if captures:
+            early = candidate.startswith("early")
+            self._run = CapturedStep(self._forward, self._optimizer, early=early)
 
     def step(self, tokens: Any) -> Any:
         """The loss before the step, a tensor. tokens: [batch, length] int64."""

@@ -15,6 +15,7 @@ from fkjit.ops.elementwise.adamw import Rates, adamw
 from fkjit.ops.op import torch_ops
 
 _CALL = "patch_optimizer"
+_LISTS = 6  # of PyTorch's _init_group
 _UNKNOWN = ("amsgrad", "maximize", "differentiable")
 
 
@@ -51,10 +52,24 @@ def patch_optimizer(optimizer: Any) -> None:
     optimizer._init_group = partial(_init_group, optimizer, {})
 
 
+def step_one(optimizer: Any, group: Any, param: Any) -> bool:
+    """The step of one parameter of a patched optimizer; False, and nothing is done, where it is
+    PyTorch's."""
+    if not _is_known(optimizer, group):
+        return False
+    lists: tuple[list[Any], ...] = tuple([] for _ in range(_LISTS))
+    optimizer._init_group({**group, "params": [param]}, *lists)
+    return not lists[0]
+
+
+def is_patched(optimizer: Any) -> bool:
+    return "_init_group" in optimizer.__dict__
+
+
 def _init_group(optimizer: Any, rates: dict[Any, Any], group: Any, *lists: list[Any]) -> bool:
     """PyTorch's collects what a group's step has to change; this one changes what it can at once
     and leaves the others to PyTorch."""
-    found: tuple[list[Any], ...] = tuple([] for _ in lists)
+    found: tuple[list[Any], ...] = tuple([] for _ in range(_LISTS))
     has_complex = type(optimizer)._init_group(optimizer, group, *found)
     if not _is_known(optimizer, group):
         for given, own in zip(lists, found, strict=True):
