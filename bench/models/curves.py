@@ -44,8 +44,8 @@ def read(lines: Iterable[str]) -> list[Curves]:
     found: dict[Any, Curves] = {}
     for one in map(json.loads, lines):
         if one.get("curve"):
-            key = tuple(one[name] for name in Curves._fields[:-1])
-            curves = found.setdefault(key, Curves(*key, {}))
+            said = {name: one[name] for name in Curves._fields[:-1]}
+            curves = found.setdefault(tuple(said.values()), Curves(**said, losses={}))
             curves.losses[one["candidate"]] = [round(loss, 5) for loss in one["curve"]]
     return list(found.values())
 

@@ -121,15 +121,15 @@ def _is_dense(x: Any) -> bool:
 
 def _step(group: Any, rates: dict[Any, Any], ours: list[tuple[Any, ...]]) -> None:
     torch = torch_ops.torch_seen()
-    said = Rates(*group["betas"], group["eps"], group["weight_decay"])
+    beta1, beta2 = group["betas"]
+    said = Rates(beta1, beta2, group["eps"], group["weight_decay"])
     with torch.no_grad():
-        for param, grad, first, second, number in ours:
-            flat = [
-                one.as_strided((one.numel(),), (1,))
-                for one in (param.detach(), grad.detach(), first, second)
-            ]
+        for *arrays, number in ours:
+            param, grad, first, second = (
+                one.detach().as_strided((one.numel(),), (1,)) for one in arrays
+            )
             rate = _rate(group["lr"], rates, param.device)
-            adamw(*flat, rate, number.view(1), said)
+            adamw(param, grad, first, second, rate, number.view(1), said)
 
 
 def _rate(rate: Any, rates: dict[Any, Any], device: Any) -> Any:
