@@ -1,14 +1,14 @@
 """`generate` of Hugging Face models, patched and not: prompts' time and new tokens a second.
 
     python -m bench.models.generate [--config llama-3.2-1b,gpt2] [--batch 1,16]
-        [--shapes 512+128,32+512,8192+128] [--draws] [--compile] [--out FILE]
+        [--shapes 512+128,32+512,8192+128] [--peers dynamic,hand,static] [--draws] [--out FILE]
 
 Random weights, bf16, greedy unless a row says otherwise; the best of a few calls. A prompt's time
 is that of a call for one new token; what a call for all of them takes longer is the decoding.
---draws: with a repetition penalty and with top-k and top-p, too. --compile: with transformers'
-static cache under torch.compile, which compiles for a minute. Patched rows come first, and
-`unpatch` before the others. The last row is what one would write by hand: the same layers in plain
-PyTorch (cuBLAS, scaled_dot_product_attention), prompt and step each a CUDA graph.
+--draws: with a repetition penalty and with top-k and top-p, too. Patched rows come first, and
+`unpatch` before those of peers: transformers ("dynamic"), with a static cache and torch.compile,
+which compiles for a minute ("static"), and what one would write by hand: the same layers in plain
+PyTorch (cuBLAS, scaled_dot_product_attention), prompt and step each a CUDA graph ("hand").
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,11 +131,16 @@ def measure(model: Any, shape: Shape, chosen: argparse.Namespace) -> Iterator[Ro
     for name, said in {**PATCHED, **(DRAWS if chosen.draws else {})}.items():
         yield timed(shape, name, generates(model, shape, **said))
     unpatch(model)
-    yield timed(shape, "transformers, dynamic cache", generates(model, shape))
-    yield timed(shape, "PyTorch by hand, CUDA graphs", by_hand(model, shape))
-    if chosen.compile:
-        run = generates(model, shape, **_STATIC)
-        yield timed(shape, "transformers, static cache, torch.compile", run)
+    for peer in chosen.peers.split(","):
+        name, make = _PEERS[peer]
+        yield timed(shape, name, make(model, shape))
+
+
+_PEERS: dict[str, tuple[str, Callable[..., Callable[[int], Any]]]] = {
+    "dynamic": ("transformers, dynamic cache", generates),
+    "hand": ("PyTorch by hand, CUDA graphs", by_hand),
+    "static": ("transformers, static cache, torch.compile", partial(generates, **_STATIC)),
+}
 
 
 def line(config: str, row: Row) -> str:
@@ -175,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", default="1,16", help="sequences, several with commas")
     parser.add_argument("--shapes", default="512+128", help="tokens of prompts + new ones")
     parser.add_argument("--draws", action="store_true", help="patched, with processors and draws")
-    parser.add_argument("--compile", action="store_true", help="torch.compile as well")
+    parser.add_argument("--peers", default="dynamic,hand", help=f"of {', '.join(_PEERS)}")
     parser.add_argument("--out", type=Path, help="JSON lines, appended")
     return parser
 
