@@ -13,7 +13,9 @@
 
    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2. */
 #include "prelude.cuh"
+#include "ptx/math.cuh"
 #include "ptx/pdl.cuh"
+#include "ptx/sqrt.cuh"
 #include "tile/vector.cuh"
 
 using elem_t = ${dtype};
@@ -30,8 +32,8 @@ struct Rates {
                                            float second) const {
     first = fmaf(beta1, first - grad, grad);
     second = fmaf(beta2, second - grad * grad, grad * grad);
-    const float scale = sqrtf(second * inverse) + eps;
-    return {param * kept - step * first / scale, first, second};
+    const float scale = sqrt_fast(second * inverse) + eps;
+    return {param * kept - step * first * inverse_fast(scale), first, second};
   }
 };
 
