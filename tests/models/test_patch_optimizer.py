@@ -57,7 +57,7 @@ def test_steps_and_state_are_those_of_pytorch(dtype):
 def test_our_kernel_is_called_where_it_can_be(monkeypatch):
     called = []
     monkeypatch.setattr(
-        "fkjit.models.optimizer.adamw", lambda param, *_: called.append(param.numel())
+        "fkjit.models.training.optimizer.adamw", lambda param, *_: called.append(param.numel())
     )
     parameters = [*_parameters(torch.float32), torch.nn.Parameter(torch.ones(2).double())]
     optimizer = torch.optim.AdamW(parameters, fused=True)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from fkjit.errors import ParameterError
-from fkjit.models.optimizer import is_patched, step_one
+from fkjit.models.training.optimizer import is_patched, step_one
 from fkjit.ops.op import torch_ops
 from fkjit.runtime import workspace
 
