@@ -7,7 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from fkjit.jit.build import quiet
+from fkjit.arch import target
+from fkjit.jit.build import build, quiet
+from fkjit.ops.gemm import slopes
+from fkjit.ops.gemm.slopes import SLOPES
 from fkjit.settings import settings
 from tests.core.mutations import Bug
 from tests.core.sampling import ONE_OF_EACH_KIND
@@ -46,8 +49,8 @@ class Mlp(torch.nn.Module):
 
 def test_gradients_of_a_gated_mlp_twice_and_once(monkeypatch):
     """The second time, the last one, writes over gate | up."""
-    target = replace(settings(), target="compute_90a")
-    monkeypatch.setattr("fkjit.jit.build.settings", lambda: target)
+    hopper = replace(settings(), target="compute_90a")
+    monkeypatch.setattr("fkjit.jit.build.settings", lambda: hopper)
     calls, original = [], gated.gated_slopes
     monkeypatch.setattr(
         gated, "gated_slopes", lambda *a: calls.append(a[-1] is not None) or original(*a)
@@ -67,3 +70,14 @@ def test_gradients_of_a_gated_mlp_twice_and_once(monkeypatch):
     for one in found:
         for own, other in zip(one, wanted, strict=True):
             assert float((own.double() - other).norm() / other.norm()) < 1e-2
+
+
+def test_arrays_of_the_call_stand_behind_the_maps_in_the_kernels_order():
+    """A plan of a call on a GPU writes their addresses there."""
+    params = next(iter(SLOPES.variants(target("sm_90a").arch)))
+    with quiet():
+        entry = build(SLOPES, params, target("sm_90a"))
+    names = [name for name, _, _ in entry.meta["arguments"]]
+    maps = sum("map" in name for name in names)
+    own = [name for name in names if name in slopes._OP.names]
+    assert names[maps : maps + len(own)] == own == ["bias", "out", "dz", "residual", "pre"]

@@ -123,7 +123,7 @@ def gated_slopes(x: Any, weight: Any, pre: Any, activation: str, dz: Any = None)
         x: [m, k], weight: [k, n], pre: [m, 2 n], gate | up: as `takes` has them.
         dz: where d_gate | d_up is written; it may be pre.
     """
-    return _OP((x, weight, pre), (None, dz), tuple(SlopesOptions(activation)))
+    return _OP((x, weight, None, None, pre), (None, dz), tuple(SlopesOptions(activation)))
 
 
 def _check(views: Mapping[str, View | None], said: SlopesOptions) -> Request:
@@ -145,8 +145,11 @@ def _check(views: Mapping[str, View | None], said: SlopesOptions) -> Request:
         problem["multiprocessors"] = multiprocessors(x.device)
     outputs = {"out": Output((m, n), x.dtype), "dz": Output(tuple(pre.shape), x.dtype, dz)}
     params = _chosen(problem, arch_of(x))
-    inputs = {name: views[name] for name in ("x", "weight", "pre")}
-    return Request(inputs, outputs, (Launch(SLOPES_ALL, params, problem),) if m else ())
+    return Request(
+        {name: views[name] for name in _INPUTS},
+        outputs,
+        (Launch(SLOPES_ALL, params, problem),) if m else (),
+    )
 
 
 def _chosen(problem: Problem, arch: Arch) -> dict[str, Any]:
@@ -158,7 +161,8 @@ def _chosen(problem: Problem, arch: Arch) -> dict[str, Any]:
     return min(tiles, key=lambda params: estimate("wgmma", shape, _whole(params), arch))
 
 
+_INPUTS = ("x", "weight", "bias", "residual", "pre")  # a product's, of which two are never given
 _OP = Op(
-    _CALL, inputs=("x", "weight", "pre"), outputs=("out", "dz"), check=_check,
-    options=SlopesOptions, in_place=(("dz", "pre"),),
+    _CALL, inputs=_INPUTS, outputs=("out", "dz"), check=_check, options=SlopesOptions,
+    optional=("bias", "residual"), in_place=(("dz", "pre"),),
 )  # fmt: skip
