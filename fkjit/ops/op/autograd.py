@@ -115,9 +115,8 @@ def is_last() -> bool:
     gradients again, so that a node may write over it. False where PyTorch does not say."""
     torch = sys.modules["torch"]
     keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    if keeps is None or torch._C._are_functorch_transforms_active():
-        return False
-    return not keeps()
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return keeps is not None and not traced and not keeps()
 
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
