@@ -16,6 +16,7 @@ from .op import Arrays, Candidate, Prepared
 
 # Operations of ours that have no twin yet, and why.
 MISSING: dict[str, str] = {
+    "adamw": "PyTorch's fused AdamW stands beside it: bench.models.train measures whole steps",
     "attention_backward_form": "the twin of attention_backward, with a line or two more for each",
     "attention_few": "the twin of attention, on a grid of parts",
     "attention_resumed": "a step of ring attention: bench distributed measures whole ones",
@@ -27,10 +28,12 @@ MISSING: dict[str, str] = {
     "quantize_attention": "not written yet",
     "quantized_attention": "not written yet",
     "quantized_linear": "not written yet; PyTorch's _scaled_mm stands beside it",
+    "gated_slopes": "a part of training steps: bench.models.train measures whole ones",
     "linear_flagged": "a part of parallel products: bench distributed measures whole ones",
     "normed_append": "a part of decode steps: bench.models.decode measures whole ones",
     "normed_linear": "a part of decode steps: bench.models.decode measures whole ones",
     "pick_largest": "a part of decode steps: bench.models.decode measures whole ones",
+    "scale": "a part of the loss: bench.models.train measures whole steps",
     "settled_attention": "the twin of attention_decode, which starts early",
     "step_begin": "a part of decode steps: bench.models.decode measures whole ones",
     "streamed_logits": "a part of decode steps: bench.models.decode measures whole ones",

@@ -21,7 +21,7 @@ import torch
 from fkjit.models import Decoder, ModelConfig, StepPlan, named_configs, random_weights
 from fkjit.models.weights import Weights
 
-from .sdpa_step import SdpaStep
+from .sdpa_step import SdpaStep, captured
 
 PROMPT, NEW = 512, 128
 PLANS: dict[str, StepPlan | str] = {
@@ -51,7 +51,7 @@ def measure(
     rates = [generated(decoder, batch) for _ in range(_TURNS + 1)][1:]
     peer = SdpaStep(config, weights, batch, PROMPT + NEW)
     peer.position.fill_(PROMPT + NEW // 2)
-    step, other = halfway(decoder, batch), peer.captured().replay
+    step, other = halfway(decoder, batch), captured(peer).replay
     times = [(replayed(step), replayed(other)) for _ in range(_TURNS)]
     prefill, decode = (max(found) for found in zip(*rates, strict=True))
     return Row(batch, prefill, decode, *(min(found) for found in zip(*times, strict=True)))

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from fkjit.models import Decoder, ModelConfig, named_configs, patch, unpatch
 from fkjit.models.prefill import Piece, prefill
 
 from .generate import built
-from .sdpa_step import SdpaStep
+from .sdpa_step import SdpaStep, captured
 
 _TURNS = 7
 
@@ -34,43 +33,6 @@ class Row(NamedTuple):
     name: str
     milliseconds: float
     apart: float
-
-
-class Plain:
-    """The layers of a Llama-like model in plain PyTorch, over a Decoder's weights."""
-
-    def __init__(self, decoder: Decoder, length: int) -> None:
-        self.config, self.weights = decoder.config, decoder.weights
-        self._turning = SdpaStep(decoder.config, decoder.weights, 1, length)
-
-    def __call__(self, tokens: Any) -> Any:
-        weights = self.weights
-        x = functional.embedding(tokens, weights.embedding)
-        for layer in weights.layers:
-            heads = functional.linear(self._norm(x, layer.norm.weight), *layer.qkv)
-            x = x + functional.linear(self._attended(heads), *layer.out)
-            inner = functional.linear(self._norm(x, layer.mlp_norm.weight), *layer.up)
-            gate, up = inner.chunk(2, -1)
-            x = x + functional.linear(functional.silu(gate) * up, *layer.down)
-        return functional.linear(self._norm(x[:, -1], weights.norm.weight), weights.head)
-
-    def _norm(self, x: Any, weight: Any) -> Any:
-        return functional.rms_norm(x, x.shape[-1:], weight, self.config.eps)
-
-    def _attended(self, heads: Any) -> Any:
-        config = self.config
-        counts = (config.heads_q, config.heads_kv, config.heads_kv)
-        heads = heads.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
-        q, k, v = heads.split(counts, 1)
-        made = functional.scaled_dot_product_attention(
-            self._turned(q), self._turned(k), v, is_causal=True, enable_gqa=True
-        )
-        return made.transpose(1, 2).flatten(2)
-
-    def _turned(self, x: Any) -> Any:
-        a, b = x.chunk(2, -1)
-        cosine, sine = (t[: x.shape[2]] for t in (self._turning._cosine, self._turning._sine))
-        return x * cosine + torch.cat([-b, a], -1) * sine
 
 
 def decoded(decoder: Decoder, rows: np.ndarray) -> Any:
@@ -101,18 +63,6 @@ def timed(run: Callable[[], Any]) -> float:
     return float(np.median(times))
 
 
-def captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    """As a CUDA graph."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
 @torch.no_grad()
 def measure(name: str, batch: int, length: int, compiles: bool) -> Iterator[Row]:
     """All of one shape."""
@@ -120,7 +70,8 @@ def measure(name: str, batch: int, length: int, compiles: bool) -> Iterator[Row]
     config = ModelConfig.of(model.config)
     tokens = torch.randint(0, config.vocabulary, (batch, length), device="cuda")
     decoder = Decoder(model.config, model.state_dict(), max_batch=batch, max_length=length + 1)
-    plain, rows = Plain(decoder, length), tokens.cpu().numpy()
+    plain = SdpaStep(config, decoder.weights, batch, length)
+    rows = tokens.cpu().numpy()
 
     def own(called: Any = model) -> Any:
         return called(input_ids=tokens, logits_to_keep=1, use_cache=False).logits[:, -1]
@@ -135,7 +86,8 @@ def measure(name: str, batch: int, length: int, compiles: bool) -> Iterator[Row]
     if compiles:
         compiled = torch.compile(model)
         yield row("transformers, torch.compile", lambda: own(compiled))
-    yield row("PyTorch's kernels, a graph", lambda: plain(tokens), captured(lambda: plain(tokens)))
+    graph = captured(lambda: plain.prompt(tokens))
+    yield row("PyTorch's kernels, a graph", lambda: plain.prompt(tokens), graph.replay)
     yield row("Decoder", lambda: decoded(decoder, rows))
     patch(model)
     yield row("patch", own)

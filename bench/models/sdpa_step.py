@@ -1,8 +1,10 @@
-"""A decode step in plain PyTorch, as one would write it for a CUDA graph: cuBLAS, and
-scaled_dot_product_attention over a static cache with a mask."""
+"""Prompts and decode steps in plain PyTorch, as one would write them for a CUDA graph: one product
+for q, k and v and one for gate and up (cuBLAS), scaled_dot_product_attention over a static cache,
+in steps with a mask."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +13,19 @@ from torch.nn import functional
 from fkjit.models.config import ModelConfig
 from fkjit.models.weights import Affine, Layer, Weights
 from fkjit.ops.rope.frequencies import rope_table
+
+
+def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """What `run` launches, as a CUDA graph."""
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
 
 
 class SdpaStep:
@@ -48,17 +63,37 @@ class SdpaStep:
         self.logits = functional.linear(self._norm(x, weights.norm), weights.head)
         self.tokens.copy_(self.logits.argmax(-1))
 
-    def captured(self) -> torch.cuda.CUDAGraph:
-        """The step as a CUDA graph."""
-        torch.cuda.synchronize()
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            self()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self()
-        return graph
+    @torch.no_grad()
+    def prompt(self, tokens: Any) -> Any:
+        """Sequences from their start, [batch, length]: keys and values into the cache, the largest
+        logits into `tokens`, the next position. Returns the last logits."""
+        weights, length = self.weights, tokens.shape[1]
+        x = functional.embedding(tokens, weights.embedding)
+        if weights.positions is not None:
+            x = x + weights.positions[:length]
+        for number, layer in enumerate(weights.layers):
+            x = x + functional.linear(self._read(number, layer, x), *layer.out)
+            inner = functional.linear(self._norm(x, layer.mlp_norm), *layer.up)
+            x = x + functional.linear(self._activated(inner), *layer.down)
+        self.logits = functional.linear(self._norm(x[:, -1], weights.norm), weights.head)
+        self.tokens.copy_(self.logits.argmax(-1))
+        self.position.fill_(length)
+        return self.logits
+
+    def _read(self, number: int, layer: Layer, x: Any) -> Any:
+        """Attention of whole prompts."""
+        config, length = self.config, x.shape[1]
+        heads = functional.linear(self._norm(x, layer.norm), *layer.qkv)
+        heads = heads.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+        q, k, v = heads.split((config.heads_q, config.heads_kv, config.heads_kv), 1)
+        if config.theta is not None:
+            q, k = (self._turned(y, slice(length)) for y in (q, k))
+        keys, values = self.cache[number]
+        keys[:, :, :length], values[:, :, :length] = k, v
+        made = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=config.heads_q != config.heads_kv
+        )
+        return made.transpose(1, 2).flatten(2)
 
     def _attended(self, number: int, layer: Layer, x: Any, seen: Any) -> Any:
         config = self.config
@@ -66,7 +101,7 @@ class SdpaStep:
         heads = heads.view(self.batch, -1, 1, config.head_dim)
         q, k, v = heads.split((config.heads_q, config.heads_kv, config.heads_kv), 1)
         if config.theta is not None:
-            q, k = self._turned(q), self._turned(k)
+            q, k = (self._turned(y, self.position) for y in (q, k))
         keys, values = self.cache[number]
         keys.index_copy_(2, self.position, k)
         values.index_copy_(2, self.position, v)
@@ -75,10 +110,10 @@ class SdpaStep:
         )
         return made.reshape(self.batch, -1)
 
-    def _turned(self, x: Any) -> Any:
+    def _turned(self, x: Any, positions: Any) -> Any:
         a, b = x.chunk(2, -1)
         turned = torch.cat([-b, a], -1)
-        return x * self._cosine[self.position] + turned * self._sine[self.position]
+        return x * self._cosine[positions] + turned * self._sine[positions]
 
     def _activated(self, x: Any) -> Any:
         if self.config.gated:

@@ -1,12 +1,12 @@
 """A training step with fkjit's kernels beside Hugging Face's own, in bf16.
 
     python -m bench.models.train [--config gpt2] [--batch 8] [--length 1024]
-        [--candidates eager,sdpa,compile,patch,fkjit] [--curve 200] [--out FILE]
+        [--candidates graph,fkjit,compile,sdpa,eager] [--curve 200] [--rate 3e-4] [--out FILE]
 
 Of each candidate (bench/models/training.py): milliseconds of a step by CUDA events (the median of
 10), tokens/s, and the most memory that PyTorch's allocator held, weights and optimizer included.
-With --curve the losses of so many steps from the same weights and batches, and how far each curve
-is from that of `sdpa`. --out keeps all as JSON lines.
+With --curve, in place of that, the losses of so many steps from the same weights and batches, and
+how far each curve is from that of `sdpa`. --out keeps all as JSON lines.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,9 +24,9 @@ import torch
 
 from fkjit.models import ModelConfig, named_configs
 
-from .training import CANDIDATES, Training, apart, batches, curve
+from .training import CANDIDATES, RATE, Training, apart, batches, curve
 
-_WARM, _STEPS = 3, 10
+_WARM, _STEPS = 6, 10
 
 
 class Row(NamedTuple):
@@ -44,7 +45,7 @@ def measure(training: Training, candidate: str, given: Iterator[Any]) -> Row:
     for _ in range(_WARM):
         training.step(tokens)
     torch.cuda.synchronize()
-    if candidate != "graph":  # whose memory is taken at the capture
+    if not candidate.endswith("graph"):  # whose memory is taken at the capture
         torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(_STEPS):
@@ -68,29 +69,56 @@ def line(name: str, length: int, row: Row) -> str:
 
 
 def main() -> None:
-    """Print the rows, then the curves' distances."""
+    """Print the rows, or the curves and their distances."""
     chosen = _parser().parse_args()
-    config = ModelConfig.of(chosen.config)
     curves: dict[str, list[float]] = {}
     for name in chosen.candidates.split(","):
-        given = batches(config.vocabulary, chosen.batch, chosen.length, "cuda")
         try:
-            training = Training(name, chosen.config, torch.bfloat16, "cuda")
-            if chosen.curve:
-                curves[name] = curve(training, given, chosen.curve)
-            row = measure(training, name, given)
-        except torch.cuda.OutOfMemoryError:
-            print(f"| {chosen.config} | {name}: out of memory |", flush=True)
+            record = _measured(chosen, name)
+        except Exception as error:  # of a peer, whose other candidates are to go on
+            print(f"| {chosen.config} | {name}: {type(error).__name__}: {error} |", flush=True)
             continue
         finally:
-            training = None
             gc.collect()
+            torch.compiler.reset()
             torch.cuda.empty_cache()
-        print(line(chosen.config, chosen.length, row), flush=True)
-        _keep(chosen.out, {"config": chosen.config, **row._asdict(), "curve": curves.get(name)})
-    if "sdpa" in curves:
-        for name, distance in apart(curves, "sdpa").items():
-            print(f"{name}: loss {curves[name][-1]:.4f}, at most {distance:.2e} from sdpa's")
+        _keep(chosen.out, record)
+        if chosen.curve:
+            curves[name] = record["curve"]
+            _compare(curves, name)
+
+
+def _measured(chosen: argparse.Namespace, name: str) -> dict[str, Any]:
+    """A record of one candidate, printed."""
+    vocabulary = ModelConfig.of(chosen.config).vocabulary
+    given = batches(vocabulary, chosen.batch, chosen.length, "cuda")
+    begin = time.perf_counter()
+    training = Training(name, chosen.config, torch.bfloat16, "cuda", chosen.rate)
+    said = {"config": chosen.config, "batch": chosen.batch, "length": chosen.length,
+            "rate": chosen.rate, "device": torch.cuda.get_device_name(),
+            "candidate": name}  # fmt: skip
+    if chosen.curve:
+        losses = curve(
+            training, given, chosen.curve,
+            lambda step, loss: print(f"{chosen.config} {name} {step}: {loss:.4f}", flush=True),
+        )  # fmt: skip
+        return {**said, "curve": losses}
+    row = measure(training, name, given)
+    seconds = time.perf_counter() - begin
+    print(line(chosen.config, chosen.length, row), f"{seconds:.0f} s", flush=True)
+    return {**said, **row._asdict()}
+
+
+def _compare(curves: dict[str, list[float]], name: str) -> None:
+    """Print how far the newest curve is from `sdpa`, or all are as soon as that is there."""
+    if "sdpa" not in curves:
+        return
+    found = apart(curves, "sdpa")
+    for one in curves if name == "sdpa" else (name,):
+        print(
+            f"{one}: loss {curves[one][-1]:.4f}, from sdpa's {found[one].most:.2e} at most, "
+            f"{found[one].mean:.2e} in the mean", flush=True,
+        )  # fmt: skip
 
 
 def _keep(path: Path | None, record: dict[str, Any]) -> None:
@@ -106,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=1024, help="tokens of each")
     parser.add_argument("--candidates", default=",".join(CANDIDATES), help="with commas")
     parser.add_argument("--curve", type=int, default=0, help="steps of the loss curves")
+    parser.add_argument("--rate", type=float, default=RATE, help="of learning, after a warm-up")
     parser.add_argument("--out", type=Path, help="JSON lines, appended")
     return parser
 

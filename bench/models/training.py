@@ -3,13 +3,23 @@
 A candidate is a Hugging Face model of random weights, the same for all, with its own attention,
 loss and compiler:
 
-    eager     transformers' attention in PyTorch, logits of all tokens
-    sdpa      scaled_dot_product_attention
-    compile   sdpa under torch.compile
-    patch     fkjit.models.patch
-    fkjit     the same with loss=True: linear_cross_entropy in place of the head and the loss
-    graph     fkjit's whole step, with the optimizer, as one CUDA graph
-    compiled  fkjit's model under torch.compile
+    eager          transformers' attention in PyTorch, logits of all tokens
+    sdpa           scaled_dot_product_attention
+    compile        sdpa under torch.compile
+    overhead       sdpa under torch.compile(mode="reduce-overhead"): CUDA graphs of both passes
+    compile-graph  compile's whole step, with the optimizer, as one CUDA graph
+    causal         sdpa that is told to be causal and gets no mask, under torch.compile
+    causal-graph   causal's whole step as one CUDA graph
+    patch          fkjit.models.patch
+    fkjit          the same with loss=True: linear_cross_entropy in place of the head and the loss
+    graph          fkjit's whole step, with the optimizer, as one CUDA graph
+    adamw          fkjit with fkjit.models.patch_optimizer as well
+    adamw-graph    adamw's whole step as one CUDA graph
+    early-graph    the same, parameters' steps beside the backward pass
+    compiled       fkjit's model under torch.compile
+
+While torch.compile traces, transformers makes a mask of all pairs, with which PyTorch's attention
+computes all of them; `causal` is without.
 
 The learning rate rises over the first steps: without that GPT-2's loss jumps now and then, at
 another step with each way to round.
@@ -17,18 +27,26 @@ another step with each way to round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import transformers
+from torch.nn import functional
+from transformers.modeling_utils import AttentionInterface
 
-from fkjit.models import CapturedStep, patch
+from fkjit.models import CapturedStep, patch, patch_optimizer
 from fkjit.models.config import fields_of
 
-CANDIDATES = ("eager", "sdpa", "compile", "patch", "fkjit", "graph")
+CANDIDATES = (
+    "early-graph", "adamw-graph", "adamw", "graph", "fkjit", "compile", "overhead",
+    "compile-graph", "causal", "causal-graph", "sdpa", "eager",
+)  # fmt: skip
 RATE, WARM_UP = 3e-4, 50  # steps
-_OURS = ("fkjit", "graph", "compiled")
+_OURS = ("fkjit", "graph", "adamw", "adamw-graph", "early-graph", "compiled")
+_COMPILES = ("compile", "overhead", "compile-graph", "causal", "causal-graph", "compiled")
+_COMPILING = 2  # steps before one is captured
+_AHEAD = 32  # batches that are drawn together
 _KINDS, _NOISE = 512, 0.1  # of tokens; how often one follows that does not have to
 _NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0)
 
@@ -45,36 +63,62 @@ def built(config: Any, attention: str, dtype: Any, device: Any, seed: int = 0) -
     return model.train()
 
 
+def _causal(module: Any, q: Any, k: Any, v: Any, mask: Any, **named: Any) -> tuple[Any, None]:
+    """Attention under transformers' interface that needs no mask, as it has none of this name."""
+    made = functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=named.get("scaling"), enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return made.transpose(1, 2), None
+
+
+def _attention(candidate: str) -> str:
+    """transformers' name of it."""
+    if candidate.startswith("causal"):
+        AttentionInterface.register("causal", _causal)
+        return "causal"
+    return "eager" if candidate == "eager" else "sdpa"
+
+
 class Training:
     """A model with its optimizer."""
 
-    def __init__(self, candidate: str, config: Any, dtype: Any, device: Any) -> None:
-        attention = "eager" if candidate == "eager" else "sdpa"
-        self.model = built(config, attention, dtype, device)
-        captures = candidate == "graph"
+    def __init__(
+        self, candidate: str, config: Any, dtype: Any, device: Any, rate: float = RATE
+    ) -> None:
+        self.model = built(config, _attention(candidate), dtype, device)
+        captures = candidate.endswith("graph")
         if candidate == "patch" or candidate in _OURS:
             patch(self.model, loss=candidate in _OURS)
-        compiles = candidate in ("compile", "compiled")
-        self._forward = torch.compile(self.model) if compiles else self.model
-        self._rate = torch.tensor(RATE, device=device)
+        self._forward = self.model
+        if candidate in _COMPILES:
+            mode = "reduce-overhead" if candidate == "overhead" else None
+            self._forward = torch.compile(self.model, mode=mode)
+        self._top, self._rate = rate, torch.tensor(rate, device=device)
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=self._rate, fused=True, capturable=captures
         )
-        self._steps = 0
-        self._run = CapturedStep(self.model, self._optimizer) if captures else self._eager
+        if candidate.startswith(("adamw", "early")):
+            patch_optimizer(self._optimizer)
+        self._steps, self._compiles = 0, candidate in _COMPILES
+        self._run: Callable[..., Any] = self._eager
+        if captures:
+            early = candidate.startswith("early")
+            self._run = CapturedStep(self._forward, self._optimizer, early=early)
 
     def step(self, tokens: Any) -> Any:
         """The loss before the step, a tensor. tokens: [batch, length] int64."""
         self._steps += 1
-        self._rate.fill_(RATE * min(1.0, self._steps / WARM_UP))
-        return self._run(input_ids=tokens, labels=tokens)
+        self._rate.fill_(self._top * min(1.0, self._steps / WARM_UP))
+        compiling = self._compiles and self._steps <= _COMPILING
+        return (self._eager if compiling else self._run)(input_ids=tokens, labels=tokens)
 
     def _eager(self, **tensors: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
         self._optimizer.zero_grad(set_to_none=True)
         loss = self._forward(**tensors).loss
         loss.backward()
         self._optimizer.step()
-        return loss.detach()
+        return loss.detach().clone()  # the next step's may come in its place
 
 
 def batches(vocabulary: int, batch: int, length: int, device: Any, seed: int = 1) -> Iterator[Any]:
@@ -85,23 +129,38 @@ def batches(vocabulary: int, batch: int, length: int, device: Any, seed: int = 1
     names = torch.randperm(vocabulary, generator=made)[:kinds]
     follows = torch.randperm(kinds, generator=made)
     while True:
-        rows = [torch.randint(kinds, (batch,), generator=made)]
-        for _ in range(length - 1):
-            other = torch.randint(kinds, (batch,), generator=made)
-            noisy = torch.rand(batch, generator=made) < _NOISE
-            rows.append(torch.where(noisy, other, follows[rows[-1]]))
-        yield names[torch.stack(rows, 1)].to(device)
+        shape = (length, _AHEAD * batch)
+        others = torch.randint(kinds, shape, generator=made)
+        noisy = torch.rand(shape, generator=made) < _NOISE
+        for at in range(1, length):
+            others[at] = torch.where(noisy[at], others[at], follows[others[at - 1]])
+        yield from names[others.t()].to(device).split(batch)
 
 
-def curve(training: Training, given: Iterator[Any], steps: int) -> list[float]:
-    """The loss of each step."""
-    return torch.stack([training.step(next(given)) for _ in range(steps)]).tolist()
+def curve(
+    training: Training, given: Iterator[Any], steps: int,
+    said: Callable[[int, float], None] = lambda step, loss: None, every: int = 20,
+) -> list[float]:  # fmt: skip
+    """The loss of each step; `said` hears of one in `every`."""
+    losses: list[Any] = []
+    for step in range(1, steps + 1):
+        losses.append(training.step(next(given)))
+        if step % every == 0 or step == steps:
+            said(step, float(losses[-1]))
+    return torch.stack(losses).tolist()
 
 
-def apart(curves: Mapping[str, list[float]], base: str) -> dict[str, float]:
-    """How far each curve is from `base` at most, relative to it."""
-    exact = curves[base]
-    return {
-        name: max(abs(a - b) / abs(b) for a, b in zip(found, exact, strict=True))
-        for name, found in curves.items()
-    }
+class Apart(NamedTuple):
+    """How far a curve is from another one, relative to it: at most, and in the mean of steps."""
+
+    most: float
+    mean: float
+
+
+def apart(curves: Mapping[str, list[float]], base: str) -> dict[str, Apart]:
+    """The distance of each curve to `base`."""
+    exact, found = curves[base], {}
+    for name, losses in curves.items():
+        each = [abs(a - b) / abs(b) for a, b in zip(losses, exact, strict=True)]
+        found[name] = Apart(max(each), sum(each) / len(each))
+    return found

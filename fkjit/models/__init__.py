@@ -13,7 +13,6 @@ docs/MODELS.md has what each replacement needs, and what a Decoder does.
 
 from __future__ import annotations
 
-from fkjit.models.captured_step import CapturedStep
 from fkjit.models.config import ModelConfig, named_configs
 from fkjit.models.decoder import Decoder, Token
 from fkjit.models.experts import register_experts
@@ -23,6 +22,8 @@ from fkjit.models.plan import StepPlan
 from fkjit.models.sampling import Sampling
 from fkjit.models.torch_attention import torch_attention
 from fkjit.models.torch_flash import register_flash_attention
+from fkjit.models.training.captured_step import CapturedStep
+from fkjit.models.training.optimizer import patch_optimizer
 from fkjit.models.weights import random_weights
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "linear_cross_entropy",
     "named_configs",
     "patch",
+    "patch_optimizer",
     "random_weights",
     "register_experts",
     "register_flash_attention",

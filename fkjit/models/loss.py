@@ -19,9 +19,10 @@ from typing import Any
 
 from fkjit.arguments import one_of, shown, whole
 from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.ops.elementwise.scale import scale
 from fkjit.ops.gemm.call import linear
 from fkjit.ops.op import torch_ops
-from fkjit.ops.op.autograd import Differentiable, Tensors
+from fkjit.ops.op.autograd import Differentiable, Tensors, is_last
 from fkjit.ops.reduce.cross_entropy import EVEN, cross_entropy
 
 _CALL = "linear_cross_entropy"
@@ -173,11 +174,17 @@ def _rounded(total: Any, scale: Any, weight: Any) -> Any:
 
 
 def _backward(saved: Tensors, gradients: Tensors, needed: Tensors, options: Any) -> Tensors:
+    """Those of the forward pass times the loss's own, in place where this is the last time."""
     torch = torch_ops.torch_seen()
     found = [made if wanted else None for made, wanted in zip(saved, needed[:2], strict=True)]
     there = [made for made in found if made is not None]
-    scaled = iter(torch._foreach_mul(there, gradients[0].to(there[0].dtype)) if there else ())
-    return (*(None if made is None else next(scaled) for made in found), None)
+    if not is_last():
+        factor = gradients[0].to(there[0].dtype) if there else None
+        scaled = iter(torch._foreach_mul(there, factor) if there else ())
+        return (*(None if made is None else next(scaled) for made in found), None)
+    for made in there:
+        scale(made.view(-1), gradients[0].view(1))
+    return (*found, None)
 
 
 _LOSS = Differentiable("LinearCrossEntropy", _forward, _backward)

@@ -15,6 +15,8 @@ from fkjit.user_kernels import load_folder
 # means the op's first kernel. A module that is not here is not loaded (tests/op/test_registry.py).
 KERNELS = (
     "elementwise.vector_add",
+    "elementwise.adamw",
+    "elementwise.scale",
     "reduce.kernels",
     "reduce.cross_entropy",
     "norm.kernels",
@@ -31,6 +33,7 @@ KERNELS = (
     "gemm.kernels",
     "gemm.kernels_backward",
     "gemm.flagged",
+    "gemm.slopes",
     "grouped.kernels",
     "grouped.kernels_stream",
     "grouped.kernels_codes",

@@ -11,24 +11,14 @@
 #include "prelude.cuh"
 #include "ptx/math.cuh"
 #include "ptx/pdl.cuh"
+#include "tile/logits.cuh"
 #include "tile/reduce.cuh"
-#include "tile/vector.cuh"
 
 using elem_t = ${dtype};
 constexpr int THREADS = ${threads};
 constexpr int UNROLL = ${unroll};  // accesses of a thread that are under way
-constexpr int SIZE = 4;            // columns of an access
+constexpr int SIZE = LOGITS;       // columns of an access
 static_assert(THREADS % WARP_SIZE == 0, "whole warps");
-
-// Four columns of a row, -inf where there are none.
-__device__ __forceinline__ Vector<float> four_logits(const float* row, int column, int columns) {
-  if (column + SIZE <= columns) return load_vector(row + column);
-  Vector<float> found;
-#pragma unroll
-  for (int k = 0; k < SIZE; ++k)
-    found.set(k, column + k < columns ? row[column + k] : NEG_INFINITY);
-  return found;
-}
 
 // sum over all of exp(x - top), for the largest x so far.
 struct Running {
@@ -55,16 +45,6 @@ struct Running {
       for (int k = 0; k < SIZE; ++k) sum += exp2_fast((x[i].get(k) - against) * LOG2E);
   }
 };
-
-// Four elements in one access.
-__device__ __forceinline__ void store_four(elem_t* target, const float (&x)[SIZE]) {
-  struct alignas(SIZE * sizeof(elem_t)) Four {
-    elem_t x[SIZE];
-  } made;
-#pragma unroll
-  for (int k = 0; k < SIZE; ++k) made.x[k] = static_cast<elem_t>(x[k]);
-  *reinterpret_cast<Four*>(target) = made;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     cross_entropy(const float* __restrict__ logits,  // [rows, wide]

@@ -31,6 +31,22 @@ def test_steps_of_the_peer_are_those_of_the_model(name):
     assert torch.equal(step.tokens, step.logits.argmax(-1))
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_step_of_the_peer_goes_on_behind_a_prompt(name):
+    config, state = ModelConfig.of(CONFIGS[name]), state_of(name, torch.float32)
+    step = SdpaStep(config, arranged(config, state, torch.float32, "cpu"), 2, 8)
+    found = [step.prompt(torch.tensor([TOKENS[:3]] * 2))]
+    assert torch.equal(step.tokens, found[0].argmax(-1))
+    assert int(step.position) == 3
+    step.tokens.fill_(TOKENS[3])
+    step()
+    found.append(step.logits)
+    for row in torch.stack(found, 1):
+        torch.testing.assert_close(
+            row.double(), logits_of(name, state, TOKENS)[2:], rtol=1e-4, atol=1e-4
+        )
+
+
 def test_a_row_of_the_table():
     shown = line("gpt2", Row(16, 976_427.4, 27_297.2, 583.1, 902.0))
     assert shown == "| gpt2 | 16 | 976,427 | 27,297 | 583 | 902 | 17,738 |"

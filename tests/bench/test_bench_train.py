@@ -4,6 +4,8 @@ losses and weights."""
 from __future__ import annotations
 
 import itertools
+import json
+from xml.etree import ElementTree
 
 import pytest
 
@@ -12,6 +14,7 @@ from fkjit.jit.build import quiet
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers, fkjit[models]")
 
+from bench.models import curves  # noqa: E402
 from bench.models.train import Row, line  # noqa: E402
 from bench.models.training import Training, apart, batches, curve  # noqa: E402
 from tests.core.sampling import one_in  # noqa: E402
@@ -32,7 +35,7 @@ def test_steps_of_fkjit_are_those_of_transformers(name):
             curves[candidate] = curve(training, given, STEPS)
         found = training.model.named_parameters()
         gradients[candidate] = {key: parameter.grad for key, parameter in found}
-    assert apart(curves, "sdpa")["fkjit"] < 1e-5
+    assert apart(curves, "sdpa")["fkjit"].most < 1e-5
     assert curves["sdpa"][1] != pytest.approx(curves["sdpa"][0], rel=1e-3)
     torch.testing.assert_close(gradients["fkjit"], gradients["sdpa"], rtol=1e-3, atol=1e-5)
 
@@ -49,4 +52,23 @@ def test_batches_are_the_same_for_a_seed_and_can_be_learned():
 def test_a_row_and_the_distance_of_curves():
     row = Row("fkjit", 8192, 61.24, 5.06)
     assert line("gpt2", 1024, row) == "| gpt2 | 8 x 1024 | fkjit | 61.2 | 133,769 | 5.1 |"
-    assert apart({"a": [1.0, 2.0], "b": [1.1, 2.0]}, "a") == pytest.approx({"a": 0.0, "b": 0.1})
+    found = apart({"a": [1.0, 2.0], "b": [1.1, 2.0]}, "a")
+    assert found["a"] == (0, 0)
+    assert found["b"] == pytest.approx((0.1, 0.05))
+
+
+def test_curves_are_stored_and_drawn(tmp_path, monkeypatch):
+    said = {"config": "gpt2", "batch": 8, "length": 1024, "rate": 3e-4, "device": "NVIDIA H200"}
+    lines = [
+        json.dumps({**said, "candidate": name, "curve": [10.98, *[loss] * 19]})
+        for name, loss in (("sdpa", 2.0), ("fkjit", 2.01), ("eager", 1.99), ("fkjit", 2.02))
+    ]
+    found = curves.read([*lines, json.dumps({**said, "candidate": "sdpa", "milliseconds": 1.0})])
+    monkeypatch.setattr(curves, "STORED", tmp_path / "curves.json")
+    curves.store(found)
+    assert curves.stored() == found
+    assert curves.table(found).splitlines()[1] == (
+        "| gpt2 | 8 x 1024 | fkjit | 10.9800 | 2.0200 | 1.00 % | 0.950 % |"
+    )
+    text = "".join(ElementTree.fromstring(curves.picture(found)).itertext())
+    assert "gpt2: Hugging Face, eager" in text

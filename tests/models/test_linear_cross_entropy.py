@@ -46,6 +46,17 @@ def test_loss_and_gradients_in_three_chunks(dtype, tolerance, reduction):
     assert not found[0][target == -100].any()
 
 
+def test_a_graph_that_is_kept_has_the_same_gradients_again():
+    """They are scaled in place only where nobody can ask again."""
+    x, weight, target = arrays()
+    with quiet():
+        made = 3 * linear_cross_entropy(x, weight, target)
+        found = [torch.autograd.grad(made, (x, weight), retain_graph=n < 2) for n in range(3)]
+    for one in found:
+        for own, wanted in zip(one, exact(x, weight, target)[1], strict=True):
+            assert float((own.double() - wanted).norm() / wanted.norm()) < 1e-5
+
+
 @pytest.mark.parametrize("vocabulary", [21, 17])
 def test_a_vocabulary_that_makes_no_whole_rows_of_16_bytes(vocabulary):
     """The columns that are added have no part in anything."""

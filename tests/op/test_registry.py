@@ -11,9 +11,12 @@ from fkjit.spec import find, registered
 
 KERNELS = [
     "vector_add.rows",
+    "adamw.rows",
+    "scale.rows",
     "reduce.blocks",
     "reduce.lanes",
     "cross_entropy.rows",
+    "cross_entropy.held",
     "layer_norm.rows",
     "rms_norm.rows",
     "layer_norm.wide",
@@ -44,6 +47,7 @@ KERNELS = [
     "linear.tiled",
     "linear_backward.activation",
     "linear_flagged.wgmma",
+    "gated_slopes.wgmma",
     "grouped_linear.wgmma",
     "grouped_linear.mma",
     "grouped_linear.fma",

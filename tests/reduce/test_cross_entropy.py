@@ -14,15 +14,23 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 FILE = "kernels_cu/reduce/cross_entropy.cu"
 ROWS = {"kernel": "cross_entropy.rows", "params": {"dtype": "bf16", "threads": 256, "unroll": 2}}
+HELD_FILE = "kernels_cu/reduce/cross_entropy_held.cu"
+HELD = {"kernel": "cross_entropy.held", "params": {"dtype": "bf16", "tile": (512, 8, 2)}}
 BUGS = (
     Bug("maximum and sum in one place", FILE, "warps[1]", "warps[0]", by="race", **ROWS),
-    Bug("columns behind the row", FILE, "column + SIZE <= columns", "column < columns",
-        by="numbers", **ROWS),
+    Bug("columns behind the row", "templates/tile/logits.cuh", "column + LOGITS <= columns",
+        "column < columns", by="numbers", **ROWS),
     Bug("a sum of before", FILE, "sum *= exp2_fast((top - most) * LOG2E);", "", by="numbers",
         **ROWS),
     Bug("the first access is left out", FILE, "first >= 0;", "first > 0;", by="numbers", **ROWS),
     Bug("every target but the last column", FILE, "column + k == place", "k == place", by="numbers",
         **ROWS),
+    Bug("blocks do not wait for each other", HELD_FILE, "  meet_cluster();\n", "", by="race",
+        **HELD),
+    Bug("maximum and sum of warps in one place", HELD_FILE, "sum, sums, Sum()", "sum, tops, Sum()",
+        by="race", **HELD),
+    Bug("the block's own maximum", HELD_FILE, "(level - whole.top)", "(level - level)",
+        by="numbers", **HELD),
 )  # fmt: skip
 
 

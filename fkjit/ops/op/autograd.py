@@ -110,6 +110,15 @@ class Differentiable:
         return type(autograd.Function)(self.name, (autograd.Function,), made)
 
 
+def is_last() -> bool:
+    """Within a backward pass: whether the engine drops what was saved, as nobody will ask for these
+    gradients again, so that a node may write over it. False where PyTorch does not say."""
+    torch = sys.modules["torch"]
+    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return keeps is not None and not traced and not keeps()
+
+
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """PyTorch's once_differentiable, which would also keep the engine from recording where it does
     not."""

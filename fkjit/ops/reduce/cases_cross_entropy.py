@@ -25,6 +25,19 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def _held(params: Params, scale: str) -> list[dict[str, Any]]:
+    """Rows that fill a tile but for some columns, and one that its first block has alone."""
+    threads, vectors, cluster = params["tile"]
+    most = 4 * threads * vectors * cluster
+    rows = 2 if scale == "small" else 1000
+    shapes = ((rows, most - 13, True), (2, 43, True), (1, 16, False))
+    return [
+        {"rows": rows, "columns": columns, "wide": -(-columns // 8) * 8, "dtype": params["dtype"],
+         "gradient": gradient}
+        for rows, columns, gradient in shapes
+    ]  # fmt: skip
+
+
 def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
     """Logits that differ by some tens, so that a maximum is needed; behind them are numbers that
     nothing may depend on."""
@@ -57,7 +70,10 @@ def reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     return found
 
 
-ROWS = Verification(
-    problems=_problems, inputs=_inputs, outputs=_outputs, reference=reference,
-    tolerance=lambda params: {"fp16": 1e-3, "bf16": 4e-3, "fp32": 1e-5}[params["dtype"]],
-)  # fmt: skip
+_SHARED: dict[str, Any] = {
+    "inputs": _inputs, "outputs": _outputs, "reference": reference,
+    "tolerance": lambda params: {"fp16": 1e-3, "bf16": 4e-3, "fp32": 1e-5}[params["dtype"]],
+}  # fmt: skip
+
+ROWS = Verification(problems=_problems, **_SHARED)
+HELD = Verification(problems=_held, **_SHARED)

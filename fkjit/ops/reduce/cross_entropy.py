@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fkjit.arch import Arch
 from fkjit.ops.op.checks import FLOATS, check_output
 from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
 from fkjit.runtime.interop import ITEMSIZE, View
@@ -38,11 +39,26 @@ def _check(views: Mapping[str, View | None], columns: int) -> Request:
     assert wide % EVEN == 0 and 0 < columns <= wide
     problem = {"rows": rows, "columns": columns, "wide": wide, "dtype": dtype,
                "gradient": gradient is not None}  # fmt: skip
-    params = tuned(ROWS, {"dtype": dtype, **_TUNED}, problem, arch_of(logits))
+    spec, params = _chosen(problem, arch_of(logits))
     outputs = {"loss": Output((rows,), "fp32"),
                "gradient": gradient and Output((rows, wide), dtype, gradient, False)}  # fmt: skip
-    launches = (Launch(ROWS, params, problem),) if rows else ()
+    launches = (Launch(spec, params, problem),) if rows else ()
     return Request({name: views[name] for name in _INPUTS}, outputs, launches)
+
+
+def _chosen(problem: Problem, arch: Arch) -> tuple[KernelSpec, dict[str, Any]]:
+    """The smallest cluster that holds a row; a block that reads it twice where there is none."""
+    fits = [tile for tile in _TILES if problem["wide"] <= _capacity(tile)]
+    if fits and "cluster" in arch.features:
+        fixed = {"dtype": problem["dtype"], "tile": min(fits, key=_capacity)}
+        return HELD, tuned(HELD, fixed, problem, arch)
+    return ROWS, tuned(ROWS, {"dtype": problem["dtype"], **_TUNED}, problem, arch)
+
+
+def _capacity(tile: tuple[int, int, int]) -> int:
+    """Columns of a row at most."""
+    threads, vectors, cluster = tile
+    return threads * vectors * cluster * 4
 
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,6 +74,8 @@ def _traffic(problem: Problem) -> float:
 
 _INPUTS = ("logits", "target", "factor")
 _TUNED: dict[str, Any] = {"threads": 512, "unroll": 4}
+# Threads of a block, accesses of each, blocks of a row.
+_TILES = ((256, 4, 1), (512, 8, 1), (512, 8, 2), (512, 8, 4), (512, 8, 8))
 
 ROWS = register(
     KernelSpec(
@@ -78,6 +96,31 @@ ROWS = register(
         shape_class=lambda p: {"rows": size_class(p["rows"], 1 << 14), "wide": p["wide"]},
         work=Work(flops=lambda p: 4.0 * p["rows"] * p["columns"], bytes=_traffic),
         verification="fkjit.ops.reduce.cases_cross_entropy:ROWS",
+    )
+)
+
+HELD = register(
+    KernelSpec(
+        op=_CALL,
+        name="held",
+        source="reduce/cross_entropy_held.cu",
+        entry="cross_entropy_held",
+        pdl=True,
+        doc="the same of rows that a cluster's registers hold, read once",
+        params=(
+            Param("dtype", FLOATS, "element type of the gradient"),
+            Param("tile", _TILES, "(threads, accesses of each, blocks) of a row", tunable=True),
+        ),
+        derive=lambda params: dict(
+            zip(("threads", "vectors", "cluster"), params["tile"], strict=True)
+        ),
+        features=lambda params: frozenset({"cluster"}),
+        block=lambda params: (params["tile"][0], 1, 1),
+        grid=lambda params, problem: (problem["rows"] * params["tile"][2], 1, 1),
+        arguments=_arguments,
+        shape_class=lambda p: {"rows": size_class(p["rows"], 1 << 14), "wide": p["wide"]},
+        work=Work(flops=lambda p: 4.0 * p["rows"] * p["columns"], bytes=_traffic),
+        verification="fkjit.ops.reduce.cases_cross_entropy:HELD",
     )
 )
 

@@ -1,0 +1,1 @@
+"""Training steps of whole models, without and within a CUDA graph."""

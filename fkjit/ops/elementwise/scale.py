@@ -1,0 +1,78 @@
+"""An array times a number that lies in memory, for gradients of `linear_cross_entropy`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fkjit.ops.op.checks import FLOATS, check_output
+from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
+from fkjit.runtime.device import multiprocessors
+from fkjit.runtime.interop import CPU, ITEMSIZE, View
+from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register, size_class
+from fkjit.tuning import tuned
+
+_CALL = "scale"
+_BYTES = 16  # of an access
+_BLOCKS = 8  # of a multiprocessor
+_LARGEST_CLASS = 1 << 28
+
+
+def scale(x: Any, factor: Any) -> None:
+    """x *= factor, in place; where that is 1 nothing is read.
+
+    Args:
+        x: [elements], contiguous, fp16, bf16 or fp32. factor: fp32 [1].
+    """
+    _OP((x, factor), (x,), ())
+
+
+def _check(views: Mapping[str, View | None]) -> Request:
+    """Arrays are our own."""
+    x, out = views["x"], views["out"]
+    assert x is not None
+    check_output(_CALL, out, x.shape, x.dtype)
+    blocks = _BLOCKS * (1 if x.device == CPU else multiprocessors(x.device))
+    problem = {"elements": x.shape[0], "dtype": x.dtype, "most": blocks}
+    vector = not any(view.pointer % _BYTES for view in (x, out) if view is not None)
+    fixed = {"dtype": x.dtype, "vector": vector, "threads": 256}
+    params = tuned(SCALE, fixed, problem, arch_of(x))
+    launches = (Launch(SCALE, params, problem),) if x.shape[0] else ()
+    inputs = {name: views[name] for name in ("x", "factor")}
+    return Request(inputs, {"out": Output(x.shape, x.dtype, out)}, launches)
+
+
+def _blocks(params: Params, problem: Problem) -> int:
+    width = _BYTES // ITEMSIZE[params["dtype"]] if params["vector"] else 1
+    return min(-(-problem["elements"] // (params["threads"] * width)), problem["most"])
+
+
+SCALE = register(
+    KernelSpec(
+        op=_CALL,
+        name="rows",
+        source="elementwise/scale.cu",
+        entry="scale",
+        pdl=True,
+        doc="an array times a number that lies in memory",
+        params=(
+            Param("dtype", FLOATS, "element type of both arrays"),
+            Param("vector", (True, False), "16-byte accesses"),
+            Param("threads", (128, 256), "threads of a block", tunable=True),
+        ),
+        block=lambda params: (params["threads"], 1, 1),
+        grid=lambda params, problem: (_blocks(params, problem), 1, 1),
+        arguments=lambda params, problem, arrays: {
+            **{name: arrays[name] for name in ("x", "factor", "out")},
+            "elements": problem["elements"],
+        },
+        shape_class=lambda p: {"elements": size_class(p["elements"], _LARGEST_CLASS)},
+        work=Work(
+            flops=lambda p: float(p["elements"]),
+            bytes=lambda p: 2.0 * ITEMSIZE[p["dtype"]] * p["elements"],
+        ),
+        verification="fkjit.ops.elementwise.cases_scale:SCALE",
+    )
+)
+
+_OP = Op(_CALL, inputs=("x", "factor"), outputs=("out",), check=_check, in_place=(("out", "x"),))

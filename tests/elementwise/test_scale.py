@@ -1,0 +1,36 @@
+"""The kernel that scales gradients in place: bugs planted in it, and a factor of 1."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fkjit.ops.elementwise.scale import scale
+from tests.core.mutations import Bug
+from tests.core.sampling import ONE_OF_EACH_KIND
+from tests.core.test_mutations import KINDS, outcome
+
+FILE = "kernels_cu/elementwise/scale.cu"
+ROWS = {"kernel": "scale.rows", "params": {"dtype": "fp32", "vector": True, "threads": 128}}
+BUGS = (
+    Bug("an access behind the end", FILE, "at + WIDTH <= elements", "at < elements", by="memory",
+        **ROWS),
+    Bug("one turn", FILE, "at += step) {", "at += elements) {", by="numbers", **ROWS),
+    Bug("the last elements are left out", FILE, "i < min(at + WIDTH, elements)",
+        "i < min(at + WIDTH, elements) - 1", by="numbers", **ROWS),
+    Bug("1 leaves another array as it was", FILE, "out == x && by", "by", by="numbers", **ROWS),
+)  # fmt: skip
+
+
+@ONE_OF_EACH_KIND
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    said = outcome(bug, monkeypatch, plant=True)
+    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+
+
+@pytest.mark.parametrize("factor", [1.0, -0.5])
+def test_in_place(factor):
+    x = np.arange(37, dtype=np.float32)
+    scale(x, np.array([factor], np.float32))
+    assert (x == factor * np.arange(37)).all()
