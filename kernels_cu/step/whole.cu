@@ -41,6 +41,8 @@ constexpr bool ROPE = ${rope}, GATE = ${gate};
 constexpr bool CODES = ${codes};                  // weights of layers' products are of int4
 constexpr int D = ${head_dim}, GROUP = ${group};  // query heads of a key head
 constexpr int OWN = ${own};                       // of those in a work item of attention
+constexpr bool JOINED = ${joined};  // whoever takes a head merges its work items' outcomes ...
+constexpr int SPLITS = ${splits};   // ... of which there are so many
 constexpr int MOST = ${most};                     // rows there is room for
 constexpr int WARPS = ${warps}, FETCHERS = ${fetchers};
 constexpr int COLUMNS = ${columns};  // of a weight in a stage of the ring
@@ -56,7 +58,7 @@ struct Meet {
 using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS, CODES>;
 constexpr int TAKEN = MOST < 4 && OWN == 1 ? 8 : 4;  // as registers permit
 using Rows = GatheredRows<elem_t, WARPS, CENTERED, MOST, TAKEN, Meet>;
-using Heads = DecodeHeads<elem_t, D, GROUP, OWN, WARPS, ROPE>;
+using Heads = DecodeHeads<elem_t, D, GROUP, OWN, WARPS, ROPE, JOINED>;
 static_assert(MOST <= 8, "columns of a product of tensor cores");
 static_assert(sizeof(typename Heads::Shared) <= ROOM - ASIDE, "attention has its room");
 
@@ -78,6 +80,11 @@ struct Between {
   const DecodeModel& model;
   __device__ __forceinline__ u64* qkv() const { return pairs(model.qkv); }
   __device__ __forceinline__ u64* partials() const { return pairs(model.partials); }
+  // JOINED, where `partials` are otherwise: outcomes, and what they count for.
+  __device__ __forceinline__ u32* parts() const { return exchange + model.partials; }
+  __device__ __forceinline__ u64* logs() const {
+    return pairs(model.partials + model.m * model.heads_q * SPLITS * D);
+  }
   __device__ __forceinline__ u32* stream() const { return exchange + model.stream; }
   __device__ __forceinline__ u32* attended() const { return exchange + model.attended; }
   __device__ __forceinline__ u32* inner() const { return exchange + model.inner; }
@@ -90,7 +97,7 @@ struct Between {
   }
 };
 
-using Sums = TileSums<elem_t, Ring, WARPS, MOST>;
+using Sums = TileSums<elem_t, Ring, WARPS, MOST, Meet>;
 struct Wanted {  // of an output, as loaded: to convert is to wait
   elem_t x, y;   // biases
   u32 word;      // of the stream
@@ -153,10 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   const int m = model.m, hidden = model.hidden, dim_q = model.heads_q * D;
   const int heads = (model.heads_q + 2 * model.heads_kv) * D;
   Ring ring(shared_address(shared) + ROOM, shared_address(barriers));
-  if (threadIdx.x == 0) {
-    Sums::make_barriers(sums);
-    ring.make_barriers();
-  }
+  if (threadIdx.x == 0) ring.make_barriers();
   const DecodeState state = {
       rows_of_cache,       positions,
       page_table,          lengths,
@@ -164,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       model.max_sequences, model.max_pages,
       model.table_rows,    model.heads_kv,
       model.splits,        model.scale};
-  const int splits = model.splits, items = m * model.heads_kv * Heads::PARTS * splits;
+  const int splits = JOINED ? SPLITS : model.splits, items = m * model.heads_kv * Heads::PARTS * splits;
   const u32 launches = load_word(exchange);
   const Between at = {exchange, model};
   const u32 first_tag = launches * model.layers + 1,
@@ -172,8 +176,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   const bool attends = blockIdx.x < items;
   const auto heads_of = [&](int n) {
     elem_t* const own = pages + 2 * n * model.plane;
-    return DecodeLayer<elem_t>{at.qkv(),      at.attended(), at.partials(),
-                               first_tag + n, own,           own + model.plane};
+    return DecodeLayer<elem_t>{at.qkv(), at.attended(), at.partials(),     at.parts(),
+                               at.logs(), first_tag + n, own, own + model.plane};
   };
 
   // What this block has of each product, and of attention.
@@ -229,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   const float of_hidden = 1.f / hidden;
   const u32 factors = rows + ROOM - ASIDE + round_up<int>(products * sizeof(Product<elem_t>), 16);
   const Rows taken(statistics, rows, factors, m);
-  Sums sums_of(ring, sums, m);
+  const Sums sums_of(ring, sums, m);
   Largest best[Sums::EACH];
 
   // 1. Embedding.
@@ -249,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       meet();
     }
 
-    const typename Sums::Work work(sums_of, own, k, halves);
+    const typename Sums::Work work(own, halves);
     const elem_t* const bias = own.bias;
     Wanted wanted[Sums::EACH] = {};
     const auto before = [&](int i, int row, int column) {
@@ -260,10 +264,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     };
 
     // 3. Rows, normalised or as they are.
-    sums_of.expect(work, before);
+    work.each(0, m, [&](int i, int row, int column, int, int) { before(i, row, column); });
     if (own.norm != nullptr) {
       taken.load_factors(own.norm, own.norm_bias, hidden);
       taken.normalise(own.norm, at.stream(), hidden, stream_tag, of_hidden, model.eps);
+    } else if (JOINED && kind == OUT) {
+      taken.template join<D, SPLITS>(at.parts(), at.logs(), k, tag);
     } else {
       taken.gather(kind == OUT ? at.attended() : at.inner(), k, tag);
     }
@@ -271,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
 
     // 4. The block's outputs: heads of q, k and v; added to the stream; up with its activation; logits,
     //    and the largest of them.
-    sums_of.product(work, rows, k, halves, before, [&](int i, int row, int column, float2 sum) {
+    sums_of.product(work, rows, k, before, [&](int i, int row, int column, float2 sum) {
       if (Rows::LATE && own.norm != nullptr) {
         const float by = taken.late(row, of_hidden, model.eps);
         sum.x *= by, sum.y *= by;
@@ -292,21 +298,22 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
                    tagged(static_cast<elem_t>(y), stream_tag + 1));
       }
     });
-    meet();  // the rows are read
   }
 
   // 5. The largest of the block's; the last block has the largest of all.
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-  Largest* const of_warps = reinterpret_cast<Largest*>(shared);  // [m][WARPS]
+  constexpr int WARPS_OF_ROW = Sums::PLACES * Ring::ROWS / WARP_SIZE;
+  Largest* const of_warps = reinterpret_cast<Largest*>(shared);  // [m][WARPS_OF_ROW]
 #pragma unroll
   for (int i = 0; i < Sums::EACH; ++i) {
-    const Largest most = best[i].of_lanes<Ring::ROWS>();
-    const int row = (lane + i * WARP_SIZE) / Ring::ROWS;
-    if (lane % Ring::ROWS == 0 && row < m) of_warps[row * WARPS + warp] = most;
+    const Largest most = best[i].of_lanes<WARP_SIZE>();
+    const int at = warp + i * WARPS;
+    if (lane == 0 && at < m * WARPS_OF_ROW) of_warps[at] = most;
   }
   meet();
   if (warp < m) {
-    const Largest most = of_warps[warp * WARPS + lane % WARPS].of_lanes<WARPS>();
+    const Largest most =
+        of_warps[warp * WARPS_OF_ROW + lane % WARPS_OF_ROW].of_lanes<WARPS_OF_ROW>();
     if (lane == 0) most.store(at.largest(), warp * gridDim.x + blockIdx.x);
   }
   meet();

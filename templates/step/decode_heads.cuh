@@ -6,8 +6,9 @@
 //   like q are rounded to T first
 //   keys are shared out: over SPLITS work items of a sequence and OWN heads, and in one over the block's
 //   warps and a warp's groups of lanes, each with a maximum and a sum of its own (online softmax)
-//   last, warps' sums are merged, and each work item of a head merges a part of the columns of all of
-//   them, in their order: the same bits every time
+//   last, warps' sums are merged; then either (JOINED) whoever takes what was attended merges the work
+//   items' outcomes of a head, or each item of a head merges a part of the columns of all of them: in
+//   their order, so that the bits are the same every time
 #pragma once
 #include "kv/place.cuh"
 #include "ptx/math.cuh"
@@ -22,6 +23,8 @@ struct DecodeLayer {
   const u64* qkv;  // words [m, heads_q + 2 heads_kv, D]
   u32* attended;   // words [m, heads_q, D]
   u64* partials;   // words [work items][OWN][D + 2]
+  u32* parts;      // JOINED: words [work items][D]
+  u64* logs;       // JOINED: words [work items]
   u32 tag;         // of all these
   T *k_pages, *v_pages;
 };
@@ -88,8 +91,9 @@ struct DecodeSpan {
   __device__ __forceinline__ int cached() const { return last - fresh; }
 };
 
-template <typename T, int D, int GROUP, int OWN, int WARPS, bool ROPE>
+template <typename T, int D, int GROUP, int OWN, int WARPS, bool ROPE, bool JOINED>
 struct DecodeHeads {
+  static_assert(!JOINED || OWN == 1, "an item has one head's outcome");
   static constexpr int SIZE = Vector<T>::SIZE, LANES = D / SIZE, KEYS = WARP_SIZE / LANES;
   static constexpr int THREADS = 32 * WARPS, WIDE = D + 2;
   static_assert(D % SIZE == 0 && WARP_SIZE % LANES == 0 && GROUP % OWN == 0, "groups of lanes");
@@ -154,15 +158,17 @@ struct DecodeHeads {
       for (int j = 0; j < SIZE; ++j) q[g][j] = shared.q[g][lane % LANES * SIZE + j];
     }
 #pragma unroll 1
-    for (int first = span.first; first < span.last; first += STEP, key += STEP) {
-      if (key == cached && span.fresh) {
-        const T* const own = shared.fresh[0] + lane % LANES * SIZE;
-        keys[0].k = load_vector(own), keys[0].v = load_vector(own + D);
-      }
-      add(sums, q, keys[0].k, keys[0].v, key < span.last);
+    for (int first = span.first; first < span.last; first += DEPTH * STEP, key += DEPTH * STEP) {
 #pragma unroll
-      for (int i = 0; i < DEPTH - 1; ++i) keys[i] = keys[i + 1];
-      keys[DEPTH - 1] = Key(state, layer, span, key + DEPTH * STEP);
+      for (int i = 0; i < DEPTH; ++i)
+        if (key + i * STEP == cached && span.fresh) {
+          const T* const own = shared.fresh[0] + lane % LANES * SIZE;
+          keys[i].k = load_vector(own), keys[i].v = load_vector(own + D);
+        }
+      add(sums, q, keys, span.last - key);
+#pragma unroll
+      for (int i = 0; i < DEPTH; ++i)
+        keys[i] = Key(state, layer, span, key + (DEPTH + i) * STEP);
     }
     merge_lanes(sums);
     if (lane < LANES) {
@@ -226,20 +232,36 @@ struct DecodeHeads {
     }
   }
 
+  // DEPTH keys, STEP apart; those from `rest` on are none. Their scores do not wait for one another.
   static __device__ __forceinline__ void add(Sums& sums, const float (&q)[OWN][SIZE],
-                                             const Vector<T>& k, const Vector<T>& v, bool there) {
+                                             const Key (&keys)[DEPTH], int rest) {
 #pragma unroll
     for (int g = 0; g < OWN; ++g) {
-      float score = 0.f;
+      float scores[DEPTH], top = sums.top[g];
 #pragma unroll
-      for (int j = 0; j < SIZE; ++j) score += q[g][j] * k.get(j);
-      score = lanes_sum<LANES>(score);
-      if (!there) continue;
-      const float top = max_or_nan(sums.top[g], score);
-      const float old = exp2_fast(sums.top[g] - top), weight = exp2_fast(score - top);
-      sums.top[g] = top, sums.total[g] = sums.total[g] * old + weight;
+      for (int i = 0; i < DEPTH; ++i) {
+        scores[i] = 0.f;
 #pragma unroll
-      for (int j = 0; j < SIZE; ++j) sums.value[g][j] = sums.value[g][j] * old + weight * v.get(j);
+        for (int j = 0; j < SIZE; ++j) scores[i] += q[g][j] * keys[i].k.get(j);
+      }
+#pragma unroll
+      for (int i = 0; i < DEPTH; ++i) {
+        scores[i] = lanes_sum<LANES>(scores[i]);
+        if (i * STEP >= rest) scores[i] = NEG_INFINITY;
+        top = max_or_nan(top, scores[i]);
+      }
+      if (top == NEG_INFINITY) continue;
+      const float old = exp2_fast(sums.top[g] - top);
+      sums.top[g] = top, sums.total[g] *= old;
+#pragma unroll
+      for (int j = 0; j < SIZE; ++j) sums.value[g][j] *= old;
+#pragma unroll
+      for (int i = 0; i < DEPTH; ++i) {
+        const float weight = exp2_fast(scores[i] - top);
+        sums.total[g] += weight;
+#pragma unroll
+        for (int j = 0; j < SIZE; ++j) sums.value[g][j] += weight * keys[i].v.get(j);
+      }
     }
   }
 
@@ -283,6 +305,9 @@ struct DecodeHeads {
     __device__ __forceinline__ T result() const {
       return static_cast<T>(total == 0.f ? 0.f : value * inverse_fast(total));
     }
+    __device__ __forceinline__ float log() const {
+      return total == 0.f ? NEG_INFINITY : top + log2_fast(total);
+    }
   };
 
   // All warps' of one column. Their shares do not wait for one another.
@@ -313,6 +338,11 @@ struct DecodeHeads {
     for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
       const int head = i / D, column = i % D;
       const Merged sums = of_warps(shared, head, column);
+      if constexpr (JOINED) {
+        store_word(layer.parts + wide(item.number, D) + i, tagged(sums.result(), layer.tag));
+        if (i == 0) store_word(layer.logs + item.number, tagged(sums.log(), layer.tag));
+        continue;
+      }
       if (splits == 1) {
         store_word(target + i, tagged(sums.result(), layer.tag));
         continue;
@@ -323,7 +353,7 @@ struct DecodeHeads {
         store_word(own + head * WIDE + D + 1, tagged(sums.total, layer.tag));
       }
     }
-    if (splits == 1) return;
+    if (JOINED || splits == 1) return;
     merge_items(layer.partials + wide(team * splits, STEP), splits, item, layer.tag, target);
   }
 

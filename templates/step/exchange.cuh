@@ -30,8 +30,15 @@ __device__ __forceinline__ float number(u64 word) {
 }
 
 __device__ __forceinline__ bool has_come(u64 word, u32 tag) { return word >> 32 == tag; }
+// Bits in which tags are not `tag`; those of words of 32 bits are the lower 16.
+__device__ __forceinline__ u32 tags_apart(u64 word, u32 tag) {
+  return static_cast<u32>(word >> 32) ^ tag;
+}
+__device__ __forceinline__ u32 tags_apart(uint4 w, u32 tag) {
+  return (w.x ^ tag) | (w.y ^ tag) | (w.z ^ tag) | (w.w ^ tag);
+}
 __device__ __forceinline__ bool has_come(uint4 w, u32 tag) {
-  return (((w.x ^ tag) | (w.y ^ tag) | (w.z ^ tag) | (w.w ^ tag)) & 0xffff) == 0;
+  return (tags_apart(w, tag) & 0xffff) == 0;
 }
 
 // Words that are waited for together: all are read again, at once, until the last one has come, so that

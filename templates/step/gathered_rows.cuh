@@ -28,7 +28,7 @@ struct GatheredRows {
   static constexpr int THREADS = 32 * WARPS, SIZE = 4;  // numbers of an access
   // Accesses of a thread under way: of rows to normalise, (MOST_AHEAD) of longer ones that are taken as
   // they are, and those held in registers.
-  static constexpr int AHEAD = MOST < 2 ? 2 : 4, HELD = 2;
+  static constexpr int AHEAD = MOST < 2 ? 2 : 4, HELD = 2, JOINED = 2;
   static constexpr int FULL_LOG2 = 10;  // of the numbers of all threads
   static constexpr bool LATE = !CENTERED && SAME_TYPE<T, bf16>;
   static_assert(THREADS * SIZE == 1 << FULL_LOG2, "eight warps");
@@ -69,6 +69,44 @@ struct GatheredRows {
         take<MOST_AHEAD>(words, k, tag, at, keep);
   }
 
+  // Rows [m, k] of heads of D columns, each of which SPLITS work items of attention have a part of:
+  // words [m, k / D, SPLITS, D] of their outcomes, and the logarithms to base 2 of what they count for
+  // [m, k / D, SPLITS]. As `gather`.
+  template <int D, int SPLITS>
+  __device__ __forceinline__ void join(const u32* words, const u64* logs, int k, u32 tag) const {
+    if (row >= m) return;
+#pragma unroll 1
+    for (int at = first; at < k; at += step * JOINED) {
+      uint4 parts[JOINED][SPLITS];
+      u64 counts[JOINED][SPLITS];
+      const u32* own[JOINED];
+      const u64* own_logs[JOINED];
+#pragma unroll
+      for (int i = 0; i < JOINED; ++i) {
+        const int column = row * k + min(at + i * step, k - SIZE), head = column / D * SPLITS;
+        own[i] = words + head * D + column % D, own_logs[i] = logs + head;
+      }
+      u32 apart;
+      do {
+        apart = 0;
+#pragma unroll
+        for (int i = 0; i < JOINED; ++i)
+#pragma unroll
+          for (int s = 0; s < SPLITS; ++s) {
+            parts[i][s] = load_words(own[i] + s * D);
+            counts[i][s] = load_word(own_logs[i] + s);
+          }
+#pragma unroll
+        for (int i = 0; i < JOINED * SPLITS; ++i)
+          apart |= tags_apart(parts[i / SPLITS][i % SPLITS], tag) |
+                   tags_apart(counts[i / SPLITS][i % SPLITS], tag);
+      } while (apart & 0xffff);
+#pragma unroll
+      for (int i = 0; i < JOINED; ++i)
+        if (at + i * step < k) write(joined(parts[i], counts[i]), at + i * step, k);
+    }
+  }
+
   // A norm's weights, which nobody writes: on their way while the rows are waited for.
   __device__ __forceinline__ void load_factors(const T* weight, const T* bias, int k) const {
     constexpr int CHUNK = 16 / sizeof(T);
@@ -100,6 +138,26 @@ struct GatheredRows {
   }
 
  private:
+  // Of four columns.
+  template <int SPLITS>
+  static __device__ __forceinline__ uint2 joined(const uint4 (&parts)[SPLITS],
+                                                 const u64 (&counts)[SPLITS]) {
+    float top = NEG_INFINITY, total = 0.f, y[SIZE] = {};
+#pragma unroll
+    for (int s = 0; s < SPLITS; ++s) top = max_or_nan(top, number(counts[s]));
+#pragma unroll
+    for (int s = 0; s < SPLITS; ++s) {
+      const float log = number(counts[s]);
+      const float share = log == NEG_INFINITY ? 0.f : exp2_fast(log - top);
+      const uint2 x = numbers(parts[s]);
+      total += share;
+#pragma unroll
+      for (int j = 0; j < SIZE; ++j) y[j] += share * get(x, j);
+    }
+    const float by = total == 0.f ? 0.f : inverse_fast(total);
+    return make_uint2(pack2<T>(y[0] * by, y[1] * by), pack2<T>(y[2] * by, y[3] * by));
+  }
+
   __device__ __forceinline__ void multiply(const T* weight, const u32* words, int k,
                                            u32 tag) const {
     float squares = 0.f;

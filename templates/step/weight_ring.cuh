@@ -2,8 +2,8 @@
 // ends know: a producer warp asks for them as soon as there is room, also past the barriers at which
 // the others wait for what the next product is to be multiplied with.
 //
-// A stage is multiplied by two warps of those that compute, each of which has half of its columns, the
-// next one by the next two, so that what they wait for the others have no part in.
+// A stage is multiplied by all warps that compute, each of which has a part of its columns
+// (step/tile_sums.cuh).
 //
 // A product [n, k] has its outputs shared out over the blocks, and a block takes its own by tiles of
 // 16 rows of the weight (halves: 8 of the gate and the same 8 of up), COLUMNS at a time:
@@ -12,7 +12,7 @@
 //   order   tile 0: columns 0 ... COLUMNS - 1, then the next ones up to k; tile 1; ...; next product
 //
 // Of a weight of int4 codes a stage has four times as many columns, behind each row its scales, one of
-// 128 codes; eight warps multiply it (step/coded_part.cuh).
+// 128 codes (step/coded_part.cuh).
 //
 // Rows that a tile has not are not copied; the last one stands for them, and sums go nowhere. A row's
 // piece is one bulk copy, and a warp starts one after the other, so FETCHERS warps share the rows. No more than FLIGHT stages
@@ -29,23 +29,25 @@
 template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, int FETCHERS, bool CODES>
 struct WeightRing {
   static constexpr int ROWS = 16, SPAN = 32, SIZE = STAGES;
-  static constexpr int PART = COLUMNS / 2;                // columns that a warp multiplies at once
+  static constexpr int PART = COLUMNS / WARPS;            // columns of a warp in a stage
   static constexpr int BYTES = COLUMNS * sizeof(T);       // of a row in a stage
   static constexpr int PITCH = BYTES + 16;                // of numbers
   static constexpr int CODED = 4 * COLUMNS;               // columns of a stage of codes
   static constexpr int SCALES = CODED / 128 * sizeof(T);  // bytes of a row's scales there
   static constexpr int CODED_PITCH = BYTES + 64;
   static constexpr int STAGE = ROWS * (CODES ? CODED_PITCH : PITCH);
-  static constexpr int SHARES = CODES ? 8 : 2;  // in which a stage is released
-  static constexpr int AHEAD = 14;  // stages that may come to L2 before they have room in the ring
+  static constexpr int CODED_PART = CODED / WARPS;
+  // Stages that may come to L2 before they have room in the ring.
+  static constexpr int AHEAD = 14 * 512 / COLUMNS;
   static constexpr int PAUSES = 2, PAUSE = 256;  // between two of these; nanoseconds
   static constexpr int NEAR = FLIGHT + 2 < STAGES ? FLIGHT + 2 : FLIGHT;  // under way, of those
   static_assert(PART % SPAN == 0, "whole spans; eight rows meet all banks");
-  static_assert(!CODES || (PART % 128 == 0 && SCALES % 16 == 0 && SCALES < 64), "whole groups");
+  static_assert(!CODES || (CODED_PART % 128 == 0 && SCALES % 16 == 0 && SCALES < 64),
+                "whole groups");
   static_assert(NEAR < STAGES && ROWS % FETCHERS == 0, "stages under way; equal shares of rows");
   const u32 stages;                  // shared memory
   const u32 full, empty;             // mbarriers, 8 bytes each
-  RingPlace<STAGES> place, landing;  // the next stage; the first one that may be under way
+  RingPlace<STAGES> place, landing;  // the next stage; the first one that may be under way (fetching)
   int under_way = 0;
   // Stages that were asked to come to L2, from the next one of the ring on, and the one behind them.
   int lead = 0, next_product = 0, next_stage = 0;
@@ -56,13 +58,11 @@ struct WeightRing {
   __device__ __forceinline__ void make_barriers() const {  // by one thread
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(full + 8 * i, FETCHERS);
-      mbarrier_init(empty + 8 * i, SHARES);
+      mbarrier_init(empty + 8 * i, WARPS);
     }
     mbarrier_init_fence();
   }
 
-  // Of a product: log2 of the parts in a stage, and its columns.
-  static __device__ __forceinline__ int parts_log2(bool coded) { return CODES && coded ? 3 : 1; }
   static __device__ __forceinline__ int columns_of(bool coded) {
     return CODES && coded ? CODED : COLUMNS;
   }
@@ -123,20 +123,20 @@ struct WeightRing {
     }
   }
 
-  // By one thread, for a warp that is done with its part of the stage.
-  __device__ __forceinline__ void release(int stage, bool coded) const {
-    if (!CODES || coded)
-      mbarrier_arrive(empty + 8 * stage);
-    else
-      mbarrier_arrive_times(empty + 8 * stage, SHARES / 2);
-  }
+  // Of a warp and one tile; of numbers four, none of which waits for another.
+  struct Sums {
+    float d[4][4];
+    __device__ __forceinline__ float total(int i) const {
+      return (d[0][i] + d[1][i]) + (d[2][i] + d[3][i]);
+    }
+  };
 
-  // d += part `place` of a stage, of so many outputs and columns, times up to eight rows of x. By one
-  // warp. x: where the columns begin in the lane's row: of numbers lane % 8's, of codes lane / 4's.
-  __device__ __forceinline__ void multiply(float (&d)[4], int stage, int place, int outputs,
-                                           bool halves, bool coded, u32 x, int columns) const {
-    const int lane = threadIdx.x % WARP_SIZE, last = outputs - 1;
-    const u32 tile = stages + stage * STAGE;
+  // sums += this warp's part of the stage, of so many outputs and columns, times up to eight rows of x.
+  // x: where the part begins in the lane's row: of numbers lane % 8's, of codes lane / 4's.
+  __device__ __forceinline__ void multiply(Sums& sums, int outputs, bool halves, bool coded, u32 x,
+                                           int columns) const {
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, last = outputs - 1;
+    const u32 tile = stages + place.stage * STAGE;
     const auto row = [&](int i) {  // rows that the tile has not are the last one's
       return halves ? min(i % 8, last) + i / 8 * 8 : min(i, last);
     };
@@ -144,22 +144,22 @@ struct WeightRing {
       if (coded) {
         const u32 low = tile + row(lane / 4) * CODED_PITCH,
                   high = tile + row(lane / 4 + 8) * CODED_PITCH;
-        const u32 codes = place * PART / 2 + lane % 4 * 16, scales = BYTES + place * PART / 64;
+        const u32 codes = warp * CODED_PART / 2 + lane % 4 * 16,
+                  scales = BYTES + warp * CODED_PART / 64;
         const CodedPart<T> part = {low + codes,   high + codes,      low + scales,
                                    high + scales, x + lane % 4 * 64, lane % 4 >= 2};
-        part.multiply(d, columns);
+        part.multiply(sums.d[0], columns);
         return;
       }
     }
     const u32 own = tile + row(lane % ROWS) * PITCH + lane / ROWS * 16;
-    multiply_numbers(d, own + place * PART * sizeof(T), x + lane / 8 * 16, columns);
+    multiply_numbers(sums, own + warp * PART * sizeof(T), x + lane / 8 * 16, columns);
   }
 
  private:
   // weights, x: the lane's addresses for ldmatrix, the latter of 32 columns of eight rows.
-  static __device__ __forceinline__ void multiply_numbers(float (&d)[4], u32 weights, u32 x,
+  static __device__ __forceinline__ void multiply_numbers(Sums& sums, u32 weights, u32 x,
                                                           int columns) {
-    float sums[3][4] = {};  // of four, none of which waits for another
     const auto span = [&](int i, float (&first)[4], float (&second)[4]) {
       u32 low[4], high[4], own[4];
       ldmatrix_x4(low, weights + i * 2 * SPAN);
@@ -170,16 +170,11 @@ struct WeightRing {
     };
     if (columns == PART) {
 #pragma unroll
-      for (int i = 0; i < PART / SPAN; i += 2) {
-        span(i, d, sums[0]);
-        if (i + 1 < PART / SPAN) span(i + 1, sums[1], sums[2]);
-      }
+      for (int i = 0; i < PART / SPAN; ++i) span(i, sums.d[i % 2 * 2], sums.d[i % 2 * 2 + 1]);
     } else {
 #pragma unroll 1
-      for (int i = 0; i < columns / SPAN; ++i) span(i, d, sums[0]);
+      for (int i = 0; i < columns / SPAN; ++i) span(i, sums.d[0], sums.d[1]);
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) d[i] += sums[0][i] + (sums[1][i] + sums[2][i]);
   }
 
   // What this lane copies of a product's i-th stage.

@@ -22,7 +22,6 @@ from fkjit.runtime.interop import CPU, View
 _CALL = "decode_step"
 _SPAN, _GROUP = 32, 128  # columns of a weight that a warp takes at a time; of codes
 _CPU_BLOCKS = 4
-_ITEMS = 4  # of a query head, at least, where it has items of its own
 Ring = tuple[int, int, int, int]
 
 
@@ -136,13 +135,19 @@ def _spans(model: Model) -> int:
 
 def splits_of(model: Model, rows: int, blocks: int) -> int:
     """Work items of a sequence and its heads: together no more than there are blocks."""
+    if joins(model, rows, blocks):
+        return kernel.JOINED_SPLITS
     return max(1, blocks * own_heads(model, rows, blocks) // (rows * model.heads_q))
+
+
+def joins(model: Model, rows: int, blocks: int) -> bool:
+    """Whether each query head has work items of its own, which are merged by who takes them."""
+    return not model.long and kernel.JOINED_SPLITS * rows * model.heads_q <= blocks
 
 
 def own_heads(model: Model, rows: int, blocks: int) -> int:
     """Query heads of a work item of attention: one, or all of a key head."""
-    one = not model.long and _ITEMS * rows * model.heads_q <= blocks
-    return 1 if one else model.heads_q // model.heads_kv
+    return 1 if joins(model, rows, blocks) else model.heads_q // model.heads_kv
 
 
 def exchange_words(model: Model, rows: int, hidden: int, blocks: int) -> int:
@@ -194,11 +199,12 @@ def _variant(
         return None
     space = kernel.ring_bytes(most, room)
     rings = kernel.RINGS if model.ring is None else (model.ring,)
-    ring = next((one for one in rings if kernel.ring_fits(one, model.codes, space)), None)
+    fitting = [one for one in rings if kernel.ring_fits(one, model.codes, space)]
+    ring = min(fitting, key=lambda one: hidden % one[0] > 0, default=None)  # the first whole one
     if ring is None:
         return None
     return {"most": most, "room": room, "aside": aside, "ring": ring, "group": group,
-            "own": own, "head_dim": dim, "activation": model.activation, "gate": model.gate,
+            "own": own, "joined": joins(model, rows, blocks), "head_dim": dim, "activation": model.activation, "gate": model.gate,
             "codes": model.codes}  # fmt: skip
 
 

@@ -19,25 +19,42 @@ from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
 ROWS = (1, 2, 4, 8)  # there is room for
 HEAD_DIMS, GROUPS = (64, 128, 16, 32), (4, 1, 2, 3, 6, 7, 8)
 WARPS = 8  # that compute
+JOINED_SPLITS = 4  # work items of a query head whose outcomes are merged by who takes them
 ROW_GAP = 8  # elements between rows, as templates/step/gathered_rows.cuh has it
 _PRODUCT = 56  # bytes of a Product of templates/step/layers.cuh
 LAYER_WORDS = 17  # of a layer in `layers`: LayerWeights of the kernel
 SCALES = 4  # of those: of qkv, out, up, down
-CODED_COLUMNS = 256  # of a ring for codes, at least
+CODED_COLUMNS = (512, 256)  # of a ring for codes
 NONE = -1 << 62  # there, of what there is not
 _TILE_ROWS, _GAP, _CODED_GAP = 16, 16, 64  # rows of a weight in a stage; bytes between them
 _PLACES = 8  # of tiles whose sums wait to be added up
 _BLOCK_BYTES = 226 << 10  # of shared memory, 1 KB for barriers left out
 # Columns of a stage, stages, of which under way, warps that fetch.
 RINGS = (
+    (1024, 6, 2, 2),
+    (1024, 5, 2, 2),
+    (768, 8, 2, 2),
+    (768, 7, 2, 2),
+    (768, 6, 2, 2),
+    (768, 5, 2, 2),
+    (768, 4, 2, 2),
+    (1024, 4, 2, 2),
     (512, 12, 3, 2),
     (512, 11, 3, 2),
     (512, 10, 3, 2),
     (512, 9, 3, 2),
     (512, 8, 3, 2),
     (256, 8, 2, 2),
-    (64, 9, 2, 2),
+    (256, 5, 2, 2),
+    (1024, 6, 3, 2),
+    (1024, 6, 2, 4),
+    (1024, 5, 3, 2),
+    (768, 8, 3, 2),
+    (768, 8, 4, 2),
+    (512, 11, 4, 2),
+    (512, 12, 5, 2),
 )
+_SMALL = (256, 5, 2, 2)
 _ROOMS = (25, 8, 12, 16, 28, 42, 56, 74, 88, 140)  # KB for rows, and what is beside them
 _ASIDE = (8, 1, 2, 4, 6, 12, 20)  # KB of that beside the rows
 
@@ -50,6 +67,7 @@ _PARAMS = (
     Param("head_dim", HEAD_DIMS, "columns of a head"),
     Param("group", GROUPS, "query heads of a key head"),
     Param("own", GROUPS, "of those in a work item of attention: one or all"),
+    Param("joined", (False, True), "whether who takes a head merges its work items' outcomes"),
     Param("most", ROWS, "sequences there is room for"),
     Param("room", _ROOMS, "KB of shared memory for their rows and what is beside them"),
     Param("aside", _ASIDE, "KB of that for the list of products and a norm's weights"),
@@ -66,7 +84,7 @@ def ring_shared(ring: tuple[int, int, int, int], codes: bool) -> int:
 
 def ring_fits(ring: tuple[int, int, int, int], codes: bool, space: int) -> bool:
     """Whether a ring has room in so many bytes, and whole groups of codes."""
-    return ring_shared(ring, codes) <= space and not (codes and ring[0] % CODED_COLUMNS)
+    return ring_shared(ring, codes) <= space and not (codes and ring[0] not in CODED_COLUMNS)
 
 
 def _scratch(head_dim: int, own: int) -> int:
@@ -108,7 +126,7 @@ def _derive(params: Params) -> dict[str, Any]:
     return {
         **epilogue.values(params["activation"]), "centered": params["norm"] == "layer",
         "columns": columns, "stages": stages, "flight": flight, "fetchers": fetchers,
-        "warps": WARPS,
+        "warps": WARPS, "splits": JOINED_SPLITS,
     }  # fmt: skip
 
 
@@ -135,10 +153,10 @@ def weights_of(p: Problem) -> int:
 def _illegal(params: Params) -> str | None:
     if (params["activation"], params["gate"]) not in epilogue.SHIPPED:
         return "has no such epilogue"
-    if params["codes"] and params["ring"][0] % CODED_COLUMNS:
+    if params["codes"] and params["ring"][0] not in CODED_COLUMNS:
         return "has parts of stages without whole groups of codes"
-    if params["ring"][1] < WARPS:
-        return "has stages that two warps would wait for"
+    if params["joined"] and params["own"] != 1:
+        return "has items of several heads that would be merged by who takes them"
     if params["own"] not in (1, params["group"]):
         return "has items of neither one query head nor all of a key head"
     if params["room"] - params["aside"] << 10 < _scratch(params["head_dim"], params["own"]):
@@ -150,14 +168,15 @@ def _illegal(params: Params) -> str | None:
 
 # What is compiled ahead: the two models of the documentation, one sequence; and a small one for the
 # interpreter.
-_LLAMA = ("bf16", "rms", True, "silu", True, False, 64, 4, 1)
-_GPT2 = ("bf16", "layer", False, "gelu_tanh", False, False, 64, 1, 1)
+_LLAMA = ("bf16", "rms", True, "silu", True, False, 64, 4, 1, True)
+_GPT2 = ("bf16", "layer", False, "gelu_tanh", False, False, 64, 1, 1, True)
 _AHEAD = tuple(
     dict(zip((param.name for param in _PARAMS), said, strict=True))
     for said in (
-        (*_LLAMA, 1, 25, 8, RINGS[0]), (*_GPT2, 1, 16, 6, RINGS[0]),
-        ("fp16", "rms", True, "silu", True, False, 16, 2, 2, 2, 12, 1, RINGS[-1]),
-        ("bf16", "rms", True, "silu", True, True, 32, 4, 4, 2, 16, 1, RINGS[-2]),
+        (*_LLAMA, 1, 25, 8, RINGS[0]), (*_GPT2, 1, 16, 6, RINGS[2]),
+        ("fp16", "rms", True, "silu", True, False, 16, 2, 2, False, 2, 12, 1, _SMALL),
+        ("bf16", "layer", False, "gelu_tanh", False, False, 16, 1, 1, True, 1, 8, 1, _SMALL),
+        ("bf16", "rms", True, "silu", True, True, 32, 4, 4, False, 2, 16, 1, _SMALL),
     )
 )  # fmt: skip
 FIELDS: dict[str, Any] = {
