@@ -140,7 +140,7 @@ class _Maker:
             array(rows, dtype="int64"), each, each, each, table,
             array(model.max_length, model.hidden) if learned else None, table,
             array(model.layers, LAYER_WORDS, dtype="int64"), vector, vector if learned else None,
-            table, None if learned else array(LONGEST, model.head_dim, dtype="fp32"),
+            table, None, None if learned else array(LONGEST, model.head_dim, dtype="fp32"),
             array(rows, longest, dtype="int32"), all_rows, all_rows, pages, None,
         )  # fmt: skip
         codes, length = self.scheme is not None, min(model.max_length, LONGEST)

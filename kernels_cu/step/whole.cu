@@ -142,6 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
                const elem_t* __restrict__ norm_weight,  // [hidden]
                const elem_t* __restrict__ norm_bias,    // [hidden], or null
                const elem_t* __restrict__ head,         // [vocabulary, hidden]
+               const elem_t* __restrict__ head_scales,  // of its codes; null: it is numbers
                const float* __restrict__ table,         // [table_rows, D], or null
                const int* page_table,                   // [max_sequences, max_pages]
                const int* capacities,                   // [max_sequences]
@@ -188,14 +189,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   };
   for (int p = threadIdx.x; p < products; p += blockDim.x) {
     const int kind = p == products - 1 ? HEAD : p % 4;
-    Product<elem_t> made = {head, nullptr, norm_weight, norm_bias, nullptr};
+    Product<elem_t> made = {head, nullptr, norm_weight, norm_bias, head_scales};
     if (kind != HEAD) made = product_of(weights, table_of_layers[p / 4], kind);
     share_out(made,
               kind == QKV    ? heads
               : kind == UP   ? model.mlp
               : kind == HEAD ? model.vocabulary
                              : hidden,
-              ceil_div(inputs_of(kind), Ring::columns_of(made.scales != nullptr)), p);
+              2 * ceil_div(inputs_of(kind), Ring::columns_of(made.scales != nullptr)), p);
     list[p] = made;
   }
   if (attends) {
@@ -302,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
 
   // 5. The largest of the block's; the last block has the largest of all.
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-  constexpr int WARPS_OF_ROW = Sums::PLACES * Ring::ROWS / WARP_SIZE;
+  constexpr int WARPS_OF_ROW = Sums::PLACES * Ring::TILE / WARP_SIZE;
   Largest* const of_warps = reinterpret_cast<Largest*>(shared);  // [m][WARPS_OF_ROW]
 #pragma unroll
   for (int i = 0; i < Sums::EACH; ++i) {

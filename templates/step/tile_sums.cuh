@@ -14,7 +14,7 @@
 
 template <typename T, typename Ring, int WARPS, int MOST, typename Meet>
 struct TileSums {
-  static constexpr int TILE = Ring::ROWS, THREADS = 32 * WARPS, PLACES = 8;
+  static constexpr int TILE = Ring::TILE, THREADS = 32 * WARPS, PLACES = 8;
   static constexpr int EACH = ceil_div(PLACES * TILE * MOST, THREADS);  // outputs of a thread
   struct Shared {
     float sums[PLACES][WARPS][MOST][TILE];
@@ -83,15 +83,17 @@ struct TileSums {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int outputs = min(1 << work.log2, work.outputs - (tile << work.log2));
     const int columns = Ring::columns_of(work.coded), part = columns / WARPS;
+    const bool both = Ring::has_both(outputs, work.halves);
     typename Ring::Sums sums = {};
 #pragma unroll 1
     for (int at = 0; at < k; at += columns) {
-      mbarrier_wait(ring.full + 8 * ring.place.stage, ring.place.parity);
+      const int low = ring.arrived(), high = both ? ring.arrived() : low;
       const int own = at + warp * part;
-      ring.multiply(sums, outputs, work.halves, work.coded, x + own * sizeof(T),
-                    min(max(k - own, 0), part));
+      Ring::multiply(sums, ring.tile_at(low, high, outputs, work.halves), work.coded,
+                     x + own * sizeof(T), min(max(k - own, 0), part));
       __syncwarp();
-      release(ring.place, ring.empty + 8 * ring.place.stage, lane == 0);
+      if (lane == 0) ring.release(low);
+      if (lane == 0 && both) ring.release(high);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

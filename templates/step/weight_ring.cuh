@@ -6,10 +6,12 @@
 // (step/tile_sums.cuh).
 //
 // A product [n, k] has its outputs shared out over the blocks, and a block takes its own by tiles of
-// 16 rows of the weight (halves: 8 of the gate and the same 8 of up), COLUMNS at a time:
+// 16 rows of the weight (halves: 8 of the gate and the same 8 of up). A stage has 8 of them, COLUMNS at a
+// time: large copies, since a copy takes as long to start whatever its size, and few bytes a stage.
 //
-//   stage   [16 rows][COLUMNS + a gap of 16 bytes]: 16 bytes of eight rows meet all banks (ldmatrix)
-//   order   tile 0: columns 0 ... COLUMNS - 1, then the next ones up to k; tile 1; ...; next product
+//   stage   [8 rows][COLUMNS + a gap of 16 bytes]: 16 bytes of eight rows meet all banks (ldmatrix)
+//   order   tile 0: columns 0 ... COLUMNS - 1 of its first 8 rows, of the others if it has them, then
+//           the next columns up to k; tile 1; ...; next product
 //
 // Of a weight of int4 codes a stage has four times as many columns, behind each row its scales, one of
 // 128 codes (step/coded_part.cuh).
@@ -28,7 +30,7 @@
 
 template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, int FETCHERS, bool CODES>
 struct WeightRing {
-  static constexpr int ROWS = 16, SPAN = 32, SIZE = STAGES;
+  static constexpr int TILE = 16, ROWS = 8, SPAN = 32;  // rows of a tile, of a stage
   static constexpr int PART = COLUMNS / WARPS;            // columns of a warp in a stage
   static constexpr int BYTES = COLUMNS * sizeof(T);       // of a row in a stage
   static constexpr int PITCH = BYTES + 16;                // of numbers
@@ -38,7 +40,7 @@ struct WeightRing {
   static constexpr int STAGE = ROWS * (CODES ? CODED_PITCH : PITCH);
   static constexpr int CODED_PART = CODED / WARPS;
   // Stages that may come to L2 before they have room in the ring.
-  static constexpr int AHEAD = 14 * 512 / COLUMNS;
+  static constexpr int AHEAD = 14 * 1024 / COLUMNS;
   static constexpr int PAUSES = 2, PAUSE = 256;  // between two of these; nanoseconds
   static constexpr int NEAR = FLIGHT + 2 < STAGES ? FLIGHT + 2 : FLIGHT;  // under way, of those
   static_assert(PART % SPAN == 0, "whole spans; eight rows meet all banks");
@@ -67,10 +69,16 @@ struct WeightRing {
     return CODES && coded ? CODED : COLUMNS;
   }
 
+  // Whether a tile with so many outputs has more rows than a stage.
+  static __device__ __forceinline__ bool has_both(int outputs, bool halves) {
+    return halves || outputs > ROWS;
+  }
+
   // A block's rows of a weight [n, k], or with `halves` of both parts of one of [2 n, k].
   struct Source {
     const Product<T>* product;
-    int n, k, log2, parts, all;  // log2 of a tile's outputs; stages of a tile, of all
+    int n, k, log2, pieces, all;  // log2 of a tile's outputs; stages of a row, of all
+    int single;                   // the tile that has one stage for each piece of a row
     bool coded;
 
     __device__ __forceinline__ Source(const Product<T>& product, int n, int k, bool halves)
@@ -79,8 +87,10 @@ struct WeightRing {
           k(k),
           log2(halves ? 3 : 4),
           coded(CODES && product.scales != nullptr) {
-      parts = ceil_div(k, columns_of(coded));
-      all = ((product.outputs + (1 << log2) - 1) >> log2) * parts;
+      pieces = ceil_div(k, columns_of(coded));
+      const int tiles = (product.outputs + (1 << log2) - 1) >> log2;
+      single = has_both(product.outputs - ((tiles - 1) << log2), halves) ? -1 : tiles - 1;
+      all = (2 * tiles - (single >= 0)) * pieces;
     }
   };
 
@@ -123,6 +133,15 @@ struct WeightRing {
     }
   }
 
+  // The next stage, when it is there. By the warps that compute.
+  __device__ __forceinline__ int arrived() {
+    const int stage = place.stage;
+    mbarrier_wait(full + 8 * stage, place.parity);
+    place.advance();
+    return stage;
+  }
+  __device__ __forceinline__ void release(int stage) const { mbarrier_arrive(empty + 8 * stage); }
+
   // Of a warp and one tile; of numbers four, none of which waits for another.
   struct Sums {
     float d[4][4];
@@ -131,19 +150,30 @@ struct WeightRing {
     }
   };
 
-  // sums += this warp's part of the stage, of so many outputs and columns, times up to eight rows of x.
+  // Where a row of a tile is: in one of two stages (both the same, of a tile that has one). Rows that
+  // the tile has not are the last one's.
+  struct Tile {
+    u32 low, high;
+    int last_low, last_high;
+    __device__ __forceinline__ u32 row(int i, int pitch) const {
+      return i < ROWS ? low + min(i, last_low) * pitch : high + min(i - ROWS, last_high) * pitch;
+    }
+  };
+  __device__ __forceinline__ Tile tile_at(int low, int high, int outputs, bool halves) const {
+    const int rest = halves ? outputs : outputs - ROWS;
+    return {stages + low * STAGE, stages + high * STAGE, outputs - 1,
+            (low == high ? outputs : rest) - 1};
+  }
+
+  // sums += this warp's part of a tile's stages, of so many columns, times up to eight rows of x.
   // x: where the part begins in the lane's row: of numbers lane % 8's, of codes lane / 4's.
-  __device__ __forceinline__ void multiply(Sums& sums, int outputs, bool halves, bool coded, u32 x,
-                                           int columns) const {
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, last = outputs - 1;
-    const u32 tile = stages + place.stage * STAGE;
-    const auto row = [&](int i) {  // rows that the tile has not are the last one's
-      return halves ? min(i % 8, last) + i / 8 * 8 : min(i, last);
-    };
+  static __device__ __forceinline__ void multiply(Sums& sums, const Tile& tile, bool coded, u32 x,
+                                                  int columns) {
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     if constexpr (CODES) {
       if (coded) {
-        const u32 low = tile + row(lane / 4) * CODED_PITCH,
-                  high = tile + row(lane / 4 + 8) * CODED_PITCH;
+        const u32 low = tile.row(lane / 4, CODED_PITCH),
+                  high = tile.row(lane / 4 + ROWS, CODED_PITCH);
         const u32 codes = warp * CODED_PART / 2 + lane % 4 * 16,
                   scales = BYTES + warp * CODED_PART / 64;
         const CodedPart<T> part = {low + codes,   high + codes,      low + scales,
@@ -152,21 +182,29 @@ struct WeightRing {
         return;
       }
     }
-    const u32 own = tile + row(lane % ROWS) * PITCH + lane / ROWS * 16;
-    multiply_numbers(sums, own + warp * PART * sizeof(T), x + lane / 8 * 16, columns);
+    const u32 part = warp * PART * sizeof(T), own_x = x + lane / 8 * 16;
+    if (tile.low != tile.high)
+      multiply_numbers<true>(sums, tile.row(lane % TILE, PITCH) + lane / TILE * 16 + part, own_x,
+                             columns);
+    else
+      multiply_numbers<false>(sums, tile.row(lane % ROWS, PITCH) + lane / ROWS * 16 + part, own_x,
+                              columns);
   }
 
  private:
-  // weights, x: the lane's addresses for ldmatrix, the latter of 32 columns of eight rows.
+  // weights, x: the lane's addresses for ldmatrix: of 16 columns of 16 rows, or of 32 columns of the
+  // eight that there are; of x of 32 columns of eight rows.
+  template <bool BOTH>
   static __device__ __forceinline__ void multiply_numbers(Sums& sums, u32 weights, u32 x,
                                                           int columns) {
     const auto span = [&](int i, float (&first)[4], float (&second)[4]) {
-      u32 low[4], high[4], own[4];
-      ldmatrix_x4(low, weights + i * 2 * SPAN);
-      ldmatrix_x4(high, weights + i * 2 * SPAN + SPAN);
+      u32 a[4], b[4], own[4];
+      ldmatrix_x4(a, weights + i * 2 * SPAN);
+      if (BOTH) ldmatrix_x4(b, weights + i * 2 * SPAN + SPAN);
       ldmatrix_x4(own, x + i * 2 * SPAN);
-      mma_m16n8k16<T>(first, low, own[0], own[1]);
-      mma_m16n8k16<T>(second, high, own[2], own[3]);
+      if (!BOTH) b[0] = a[2], b[2] = a[3], a[2] = a[1], a[1] = a[3] = b[1] = b[3] = 0;
+      mma_m16n8k16<T>(first, a, own[0], own[1]);
+      mma_m16n8k16<T>(second, b, own[2], own[3]);
     };
     if (columns == PART) {
 #pragma unroll
@@ -179,20 +217,22 @@ struct WeightRing {
 
   // What this lane copies of a product's i-th stage.
   struct Piece {
-    int own;  // row of a tile
+    int own;  // row of the stage
     bool has;
     int bytes, scale_bytes = 0;
     const void *source, *scales = nullptr;
     __device__ __forceinline__ Piece(const Source& of, int i) {
       const Product<T>& product = *of.product;
       const int lane = threadIdx.x % WARP_SIZE, fetcher = threadIdx.x / WARP_SIZE - WARPS;
-      const int tile = Quotient::of(i, product.inverse),
-                at = (i - tile * of.parts) * columns_of(of.coded);
+      const int tile = Quotient::of(i, product.inverse), rest = i - tile * 2 * of.pieces;
+      const bool both = tile != of.single, second = both && rest % 2;
+      const int at = (both ? rest / 2 : rest) * columns_of(of.coded);
       own = lane * FETCHERS + fetcher;
-      const int output = (tile << of.log2) + (own & ((1 << of.log2) - 1));
+      const bool halves = 1 << of.log2 == ROWS;
+      const int output = (tile << of.log2) + own + (second && !halves ? ROWS : 0);
       has = own < ROWS && output < product.outputs;
       const int columns = min(columns_of(of.coded), of.k - at);
-      const i64 row = has ? product.begin + output + (own >> of.log2 ? of.n : 0) : 0;
+      const i64 row = has ? product.begin + output + (second && halves ? of.n : 0) : 0;
       const i64 first = row * of.k + at;
       bytes = of.coded ? columns / 2 : columns * static_cast<int>(sizeof(T));
       source = product.weight + (of.coded ? first / 4 : first);  // a T is as large as four codes

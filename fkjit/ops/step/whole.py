@@ -71,7 +71,8 @@ class Model(NamedTuple):
 
 class Arrays(NamedTuple):
     """tokens int64, positions, active and rows int32 [m]; rows below 0 are no sequences. embedding
-    and head [vocabulary, hidden]. weights: where all arrays of the layers are, by table_of_layers,
+    and head [vocabulary, hidden]; with head_scales the head is codes of int4, as in LayerArrays, as
+    elements of 16 bits. weights: where all arrays of the layers are, by table_of_layers,
     int64 [layers, LAYER_WORDS] (`layer_table`). exchange: int32, `exchange_words` zeros when it is
     new, for steps of so many sequences alone, one after the other. table: of
     `fkjit.rope_table`, None: nothing turns. The rest is a PagedKVCache's."""
@@ -87,6 +88,7 @@ class Arrays(NamedTuple):
     norm_weight: Any
     norm_bias: Any
     head: Any
+    head_scales: Any
     table: Any
     page_table: Any
     capacities: Any
@@ -174,7 +176,7 @@ def prepare(arrays: Arrays, model: Model) -> None:
     """Compile and load what `decode_step` with the same arguments needs; launches nothing. Without
     an `exchange` it is as large as it has to be."""
     if arrays.exchange is None:
-        device, (m, hidden) = arrays.tokens.device, (arrays.tokens.shape[0], arrays.head.shape[1])
+        device, (m, hidden) = arrays.tokens.device, (arrays.tokens.shape[0], arrays.embedding.shape[1])
         words = exchange_words(model, m, hidden, blocks_on(device))
         arrays = arrays._replace(exchange=abstract.made((words,), "int32", None, device))
     _OP.prepare((*arrays, None, None), model)
@@ -218,10 +220,12 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
         "norm_weight",
         "norm_bias",
         "head",
+        "head_scales",
         "pages",
     )
     dtype = check_same_dtype(_CALL, {n: seen[n] for n in floats if n in seen}, ("fp16", "bf16"))
-    (m,), (vocabulary, hidden) = seen["tokens"].shape, seen["head"].shape
+    (m,), vocabulary = seen["tokens"].shape, seen["head"].shape[0]
+    hidden = seen["embedding"].shape[1]
     layers = seen["table_of_layers"].shape[0]
     _check_arrays(seen, model, m, hidden, layers)
     norm, blocks = "layer" if "norm_bias" in seen else "rms", blocks_on(seen["tokens"].device)
@@ -279,6 +283,11 @@ def _check_arrays(seen: Mapping[str, View], model: Model, m: int, hidden: int, l
         "page_table": (tuple(seen["page_table"].shape), "int32"),
         "capacities": ((rows,), "int32"), "lengths": ((rows,), "int32"),
     }  # fmt: skip
+    if "head_scales" in seen:
+        wanted["head"] = ((vocabulary, hidden // 4), None)
+        wanted["head_scales"] = ((vocabulary, -(-hidden // (8 * _GROUP)) * 8), None)
+        if not model.codes:
+            raise ParameterError(f"{_CALL}: head_scales of a model without codes; allowed: None")
     if "norm_bias" in seen:
         wanted["norm_bias"] = ((hidden,), None)
     if "position_embedding" in seen:
@@ -310,6 +319,6 @@ def _contiguous(view: View) -> bool:
 
 _OP = Op(
     _CALL, inputs=Arrays._fields, outputs=("logits", "largest"), check=_check,
-    optional=("position_embedding", "norm_bias", "table"),
+    optional=("position_embedding", "norm_bias", "head_scales", "table"),
     written=("tokens", "positions", "lengths", "pages", "exchange"),
 )  # fmt: skip

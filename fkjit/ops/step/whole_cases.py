@@ -123,6 +123,8 @@ def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
         "capacities": np.array(_CAPACITIES, np.int32), "lengths": lengths, "pages": pages,
         "exchange": _exchange(p), "counters": np.zeros(1, np.uint32),
     }  # fmt: skip
+    if p["codes"] and p["biased"]:
+        made |= dict(zip(("head", "head_scales"), _coded(rng, (264, hidden), kind), strict=True))
     if p["norm"] == "layer":
         made |= {"norm_bias": drawn(hidden), "position_embedding": drawn(40, hidden)}
     if p["rope"]:
@@ -173,8 +175,12 @@ class _Step:
         self.p = p
         self.arrays = {
             name: np.asarray(x).astype(np.float64) if np.asarray(x).dtype.kind not in "iu" else x
-            for name, x in arrays.items() if x is not None and name != "weights"
+            for name, x in arrays.items() if x is not None and name not in ("weights", "head")
         }  # fmt: skip
+        head, scales = np.asarray(arrays["head"]), arrays.get("head_scales")
+        self.head = (
+            head.astype(np.float64) if scales is None else _decoded(head, np.asarray(scales))
+        )
         self.weights = np.asarray(arrays["weights"])
         self.pages = self.arrays["pages"].copy()
         rows, lengths = self.arrays["rows_of_cache"], np.asarray(self.arrays["lengths"])
@@ -262,7 +268,7 @@ class _Step:
                 + (y * up[:, p["mlp"] :] if p["gate"] else y) @ w["down"].T
                 + w.get("down_bias", 0)
             )
-        return self.normed(x, arrays["norm_weight"], arrays.get("norm_bias")) @ arrays["head"].T
+        return self.normed(x, arrays["norm_weight"], arrays.get("norm_bias")) @ self.head.T
 
 
 def _reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:

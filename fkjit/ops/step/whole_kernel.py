@@ -26,33 +26,33 @@ LAYER_WORDS = 17  # of a layer in `layers`: LayerWeights of the kernel
 SCALES = 4  # of those: of qkv, out, up, down
 CODED_COLUMNS = (512, 256)  # of a ring for codes
 NONE = -1 << 62  # there, of what there is not
-_TILE_ROWS, _GAP, _CODED_GAP = 16, 16, 64  # rows of a weight in a stage; bytes between them
+_TILE_ROWS, _STAGE_ROWS = 16, 8  # rows of a weight in a tile, in a stage
+_GAP, _CODED_GAP = 16, 64  # bytes between them
 _PLACES = 8  # of tiles whose sums wait to be added up
 _BLOCK_BYTES = 226 << 10  # of shared memory, 1 KB for barriers left out
 # Columns of a stage, stages, of which under way, warps that fetch.
 RINGS = (
-    (1024, 6, 2, 2),
-    (1024, 5, 2, 2),
-    (768, 8, 2, 2),
-    (768, 7, 2, 2),
-    (768, 6, 2, 2),
-    (768, 5, 2, 2),
-    (768, 4, 2, 2),
-    (1024, 4, 2, 2),
-    (512, 12, 3, 2),
-    (512, 11, 3, 2),
-    (512, 10, 3, 2),
-    (512, 9, 3, 2),
-    (512, 8, 3, 2),
-    (256, 8, 2, 2),
+    (1024, 12, 3, 2),
+    (1024, 11, 3, 2),
+    (1024, 10, 3, 2),
+    (1024, 8, 3, 2),
+    (768, 16, 4, 2),
+    (768, 15, 4, 2),
+    (768, 12, 4, 2),
+    (768, 10, 4, 2),
+    (512, 23, 6, 2),
+    (512, 22, 6, 2),
+    (512, 20, 6, 2),
+    (512, 16, 6, 2),
+    (256, 16, 4, 2),
     (256, 5, 2, 2),
-    (1024, 6, 3, 2),
-    (1024, 6, 2, 4),
-    (1024, 5, 3, 2),
-    (768, 8, 3, 2),
-    (768, 8, 4, 2),
-    (512, 11, 4, 2),
-    (512, 12, 5, 2),
+    (1024, 12, 4, 2),
+    (1024, 12, 5, 2),
+    (1024, 12, 3, 4),
+    (512, 22, 4, 2),
+    (512, 22, 8, 2),
+    (768, 16, 6, 2),
+    (768, 16, 3, 2),
 )
 _SMALL = (256, 5, 2, 2)
 _ROOMS = (25, 8, 12, 16, 28, 42, 56, 74, 88, 140)  # KB for rows, and what is beside them
@@ -79,7 +79,7 @@ _PARAMS = (
 def ring_shared(ring: tuple[int, int, int, int], codes: bool) -> int:
     """Bytes of a ring's stages."""
     columns, stages, *_ = ring
-    return stages * _TILE_ROWS * (2 * columns + (_CODED_GAP if codes else _GAP))
+    return stages * _STAGE_ROWS * (2 * columns + (_CODED_GAP if codes else _GAP))
 
 
 def ring_fits(ring: tuple[int, int, int, int], codes: bool, space: int) -> bool:
@@ -138,7 +138,7 @@ def _arguments(params: Params, p: Problem, arrays: Mapping[str, Any]) -> dict[st
         p["advance"], *exchange_places(p)[:-1], p["eps"],
         p["head_dim"] ** -0.5,
     )  # fmt: skip
-    missing = dict.fromkeys(("position_embedding", "norm_bias", "table"))
+    missing = dict.fromkeys(("position_embedding", "norm_bias", "head_scales", "table"))
     return {**missing, **arrays, "model": model}
 
 
