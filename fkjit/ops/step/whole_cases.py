@@ -27,6 +27,7 @@ _LAUNCHES = 3  # that came before
 _GROUP = 128  # codes that share a scale
 _SCALES = LAYER_WORDS - SCALES  # where they begin in a layer of the table
 _CODED = ("qkv", "out", "up", "down")
+_TOKENS, _LOGITS = 264, 552  # of the embedding; of the head, so that a block has many tiles
 _NAMES = ("norm", "norm_bias", "qkv", "qkv_bias", "out", "out_bias", "mlp_norm", "mlp_norm_bias",
           "up", "up_bias", "down", "down_bias")  # fmt: skip
 
@@ -48,11 +49,11 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     found = []
     for m, window, biased in ((1, 5, True), (params["most"], 0, False)):
         found.append({
-            **said, "m": m, "layers": 2, "hidden": hidden, "mlp": mlp, "vocabulary": 264,
+            **said, "m": m, "layers": 2, "hidden": hidden, "mlp": mlp, "vocabulary": _LOGITS,
             "heads_q": heads_kv * group, "heads_kv": heads_kv, "head_dim": dim, "group": group,
             "eps": 1e-5, "blocks": blocks, "advance": m > 1,
             "own": params["own"], "joined": joined, "splits": blocks if full else 2,
-            "logits_stride": 264 + 4, "table_rows": 40 if params["rope"] else 0,
+            "logits_stride": _LOGITS + 4, "table_rows": 40 if params["rope"] else 0,
             "max_sequences": _SEQUENCES, "max_pages": 3, "num_pages": _PAGES, "page_size": _PAGE,
             "layout": "nhd", "window": window, "biased": biased,
             "plane": _PAGES * _PAGE * heads_kv * dim,
@@ -111,20 +112,22 @@ def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
     rows[:_SEQUENCES] = rng.permutation(_SEQUENCES)[: min(m, _SEQUENCES)]
     if m > 1:
         rows[-1] = -1
+    elif p["window"]:
+        rows[0] = 2  # the longest
     lengths = np.array(_LENGTHS, np.int32)
     positions = np.where(rows >= 0, lengths[rows], 0).astype(np.int32)
     made = {
-        "tokens": rng.integers(0, 264, m, np.int64), "positions": positions,
+        "tokens": rng.integers(0, _TOKENS, m, np.int64), "positions": positions,
         "active": (rows >= 0).astype(np.int32), "rows_of_cache": rows,
-        "embedding": rng.standard_normal((264, hidden)).astype(kind),
+        "embedding": rng.standard_normal((_TOKENS, hidden)).astype(kind),
         "weights": np.concatenate(flat),
-        "table_of_layers": table, "norm_weight": drawn(hidden), "head": drawn(264, hidden),
+        "table_of_layers": table, "norm_weight": drawn(hidden), "head": drawn(_LOGITS, hidden),
         "page_table": rng.permutation(_PAGES).reshape(_SEQUENCES, 3).astype(np.int32),
         "capacities": np.array(_CAPACITIES, np.int32), "lengths": lengths, "pages": pages,
         "exchange": _exchange(p), "counters": np.zeros(1, np.uint32),
     }  # fmt: skip
     if p["codes"] and p["biased"]:
-        made |= dict(zip(("head", "head_scales"), _coded(rng, (264, hidden), kind), strict=True))
+        made |= dict(zip(("head", "head_scales"), _coded(rng, (_LOGITS, hidden), kind), strict=True))
     if p["norm"] == "layer":
         made |= {"norm_bias": drawn(hidden), "position_embedding": drawn(40, hidden)}
     if p["rope"]:
