@@ -56,8 +56,7 @@ struct Meet {
   __device__ __forceinline__ void operator()() const { named_barrier_wait_aligned<THREADS>(1); }
 };
 using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS, CODES>;
-constexpr int TAKEN = MOST < 4 && OWN == 1 ? 8 : 4;  // as registers permit
-using Rows = GatheredRows<elem_t, WARPS, CENTERED, MOST, TAKEN, Meet>;
+using Rows = GatheredRows<elem_t, Ring, WARPS, CENTERED, MOST, Meet>;
 using Heads = DecodeHeads<elem_t, D, GROUP, OWN, WARPS, ROPE, JOINED>;
 static_assert(MOST <= 8, "columns of a product of tensor cores");
 static_assert(sizeof(typename Heads::Shared) <= ROOM - ASIDE, "attention has its room");
@@ -234,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   const float of_hidden = 1.f / hidden;
   const u32 factors = rows + ROOM - ASIDE + round_up<int>(products * sizeof(Product<elem_t>), 16);
   const Rows taken(statistics, rows, factors, m);
-  const Sums sums_of(ring, sums, m);
+  Sums sums_of(ring, sums, m);
   Largest best[Sums::EACH];
 
   // 1. Embedding.
@@ -264,17 +263,18 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
         wanted[i].word = load_word(at.stream() + row * hidden + column);
     };
 
-    // 3. Rows, normalised or as they are.
+    // 3. Rows, normalised or as they are: of each warp the columns that it multiplies.
+    const typename Rows::Own columns(k, own.scales != nullptr);
     work.each(0, m, [&](int i, int row, int column, int, int) { before(i, row, column); });
     if (own.norm != nullptr) {
       taken.load_factors(own.norm, own.norm_bias, hidden);
-      taken.normalise(own.norm, at.stream(), hidden, stream_tag, of_hidden, model.eps);
+      taken.normalise(own.norm, at.stream(), columns, stream_tag, of_hidden, model.eps);
     } else if (JOINED && kind == OUT) {
-      taken.template join<D, SPLITS>(at.parts(), at.logs(), k, tag);
+      taken.template join<D, SPLITS>(at.parts(), at.logs(), columns, tag);
     } else {
-      taken.gather(kind == OUT ? at.attended() : at.inner(), k, tag);
+      taken.gather(kind == OUT ? at.attended() : at.inner(), columns, tag);
     }
-    meet();
+    __syncwarp();
 
     // 4. The block's outputs: heads of q, k and v; added to the stream; up with its activation; logits,
     //    and the largest of them.

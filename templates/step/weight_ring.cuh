@@ -39,6 +39,7 @@ struct WeightRing {
   static constexpr int CODED_PITCH = BYTES + 64;
   static constexpr int STAGE = ROWS * (CODES ? CODED_PITCH : PITCH);
   static constexpr int CODED_PART = CODED / WARPS;
+  static constexpr bool HAS_CODES = CODES;
   // Stages that may come to L2 before they have room in the ring.
   static constexpr int AHEAD = 14 * 1024 / COLUMNS;
   static constexpr int PAUSES = 2, PAUSE = 256;  // between two of these; nanoseconds

@@ -28,7 +28,7 @@ CODED_COLUMNS = (512, 256)  # of a ring for codes
 NONE = -1 << 62  # there, of what there is not
 _TILE_ROWS, _STAGE_ROWS = 16, 8  # rows of a weight in a tile, in a stage
 _GAP, _CODED_GAP = 16, 64  # bytes between them
-_PLACES = 8  # of tiles whose sums wait to be added up
+_PLACES = 8  # of tiles whose sums wait to be added up, or are
 _BLOCK_BYTES = 226 << 10  # of shared memory, 1 KB for barriers left out
 # Columns of a stage, stages, of which under way, warps that fetch.
 RINGS = (
