@@ -44,6 +44,7 @@ constexpr int OWN = ${own};                       // of those in a work item of 
 constexpr bool JOINED = ${joined};  // whoever takes a head merges its work items' outcomes ...
 constexpr int SPLITS = ${splits};   // ... of which there are so many
 constexpr int MOST = ${most};                     // rows there is room for
+constexpr int COPIES = ${copies};  // of words that all blocks wait for
 constexpr int WARPS = ${warps}, FETCHERS = ${fetchers};
 constexpr int COLUMNS = ${columns};  // of a weight in a stage of the ring
 constexpr int STAGES = ${stages}, FLIGHT = ${flight};
@@ -57,7 +58,8 @@ struct Meet {
 };
 using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS, CODES>;
 using Rows = GatheredRows<elem_t, Ring, WARPS, CENTERED, MOST, Meet>;
-using Heads = DecodeHeads<elem_t, D, GROUP, OWN, WARPS, ROPE, JOINED>;
+using Shown = Copies<COPIES, u32>;
+using Heads = DecodeHeads<elem_t, D, GROUP, OWN, WARPS, ROPE, JOINED, Shown>;
 static_assert(MOST <= 8, "columns of a product of tensor cores");
 static_assert(sizeof(typename Heads::Shared) <= ROOM - ASIDE, "attention has its room");
 
@@ -79,18 +81,22 @@ struct Between {
   const DecodeModel& model;
   __device__ __forceinline__ u64* qkv() const { return pairs(model.qkv); }
   __device__ __forceinline__ u64* partials() const { return pairs(model.partials); }
-  // JOINED, where `partials` are otherwise: outcomes, and what they count for.
-  __device__ __forceinline__ u32* parts() const { return exchange + model.partials; }
-  __device__ __forceinline__ u64* logs() const {
-    return pairs(model.partials + model.m * model.heads_q * SPLITS * D);
+  // JOINED, where `partials` are otherwise.
+  __device__ __forceinline__ Shown parts() const {
+    return shown(model.partials, model.heads_q * SPLITS * (D + 4));
   }
-  __device__ __forceinline__ u32* stream() const { return exchange + model.stream; }
-  __device__ __forceinline__ u32* attended() const { return exchange + model.attended; }
-  __device__ __forceinline__ u32* inner() const { return exchange + model.inner; }
+  __device__ __forceinline__ Shown stream() const { return shown(model.stream, model.hidden); }
+  __device__ __forceinline__ Shown attended() const {
+    return shown(model.attended, model.heads_q * D);
+  }
+  __device__ __forceinline__ Shown inner() const { return shown(model.inner, model.mlp); }
   // Without tags.
   __device__ __forceinline__ u32* largest() const { return exchange + model.largest; }
 
  private:
+  __device__ __forceinline__ Shown shown(int first, int of_row) const {
+    return {exchange + first, model.m * of_row};
+  }
   __device__ __forceinline__ u64* pairs(int first) const {
     return reinterpret_cast<u64*>(exchange + first);
   }
@@ -107,7 +113,7 @@ __device__ __forceinline__ elem_t bias_at(const elem_t* bias, int column) {
 }
 
 // Tokens' rows of the embedding, shared out over the grid.
-__device__ __forceinline__ void embed(u32* stream, u32 tag, const i64* tokens, const int* positions,
+__device__ __forceinline__ void embed(const Shown& stream, u32 tag, const i64* tokens, const int* positions,
                                       const elem_t* embedding, const elem_t* position_embedding,
                                       int m, int hidden) {
   for (int i = blockIdx.x * THREADS + threadIdx.x; i < m * hidden; i += gridDim.x * THREADS) {
@@ -118,7 +124,7 @@ __device__ __forceinline__ void embed(u32* stream, u32 tag, const i64* tokens, c
           static_cast<float>(x) +
           static_cast<float>(
               position_embedding[static_cast<i64>(positions[row]) * hidden + column]));
-    store_word(stream + i, tagged(x, tag));
+    stream.store(i, tagged(x, tag));
   }
 }
 
@@ -176,8 +182,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   const bool attends = blockIdx.x < items;
   const auto heads_of = [&](int n) {
     elem_t* const own = pages + 2 * n * model.plane;
-    return DecodeLayer<elem_t>{at.qkv(), at.attended(), at.partials(),     at.parts(),
-                               at.logs(), first_tag + n, own, own + model.plane};
+    return DecodeLayer<elem_t, Shown>{at.qkv(),      at.attended(), at.partials(), at.parts(),
+                               first_tag + n, own,           own + model.plane};
   };
 
   // What this block has of each product, and of attention.
@@ -211,20 +217,17 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       const int kind = p == products - 1 ? HEAD : p % 4;
       return typename Ring::Source(list[p], model.mlp, inputs_of(kind), GATE && kind == UP);
     };
-#pragma unroll 1
-    for (int p = 0; p < products; ++p) {
+    ring.fetch(products, source_of, [&](int p) {
       const Product<elem_t>& next = list[p];
       const int kind = p == products - 1 ? HEAD : p % 4;
-      if (threadIdx.x < THREADS + 32) {
-        prefetch_small(next.norm, hidden), prefetch_small(next.norm_bias, hidden);
-        prefetch_small(next.bias, kind == QKV  ? heads
-                                  : kind != UP ? hidden
-                                               : (GATE + 1) * model.mlp);
-        if (kind == OUT && attends)
-          Heads::prefetch(state, heads_of(p / 4), DecodeSpan(item, splits, next.window));
-      }
-      ring.fetch(p, products, source_of);
-    }
+      if (threadIdx.x >= THREADS + 32) return;
+      prefetch_small(next.norm, hidden), prefetch_small(next.norm_bias, hidden);
+      prefetch_small(next.bias, kind == QKV  ? heads
+                                : kind != UP ? hidden
+                                             : (GATE + 1) * model.mlp);
+      if (kind == OUT && attends)
+        Heads::prefetch(state, heads_of(p / 4), DecodeSpan(item, splits, next.window));
+    });
     return;
   }
 
@@ -260,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       wanted[i].x = bias_at(bias, column);
       if (halves) wanted[i].y = bias_at(bias, model.mlp + column);
       if (kind == OUT || kind == DOWN)
-        wanted[i].word = load_word(at.stream() + row * hidden + column);
+        wanted[i].word = load_word(at.stream().own() + row * hidden + column);
     };
 
     // 3. Rows, normalised or as they are: of each warp the columns that it multiplies.
@@ -268,11 +271,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     work.each(0, m, [&](int i, int row, int column, int, int) { before(i, row, column); });
     if (own.norm != nullptr) {
       taken.load_factors(own.norm, own.norm_bias, hidden);
-      taken.normalise(own.norm, at.stream(), columns, stream_tag, of_hidden, model.eps);
+      taken.normalise(own.norm, at.stream().own(), columns, stream_tag, of_hidden, model.eps);
     } else if (JOINED && kind == OUT) {
-      taken.template join<D, SPLITS>(at.parts(), at.logs(), columns, tag);
+      taken.template join<D, SPLITS>(at.parts().own(), columns, tag);
     } else {
-      taken.gather(kind == OUT ? at.attended() : at.inner(), columns, tag);
+      taken.gather((kind == OUT ? at.attended() : at.inner()).own(), columns, tag);
     }
     __syncwarp();
 
@@ -289,14 +292,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       } else if (kind == UP) {
         y = Activation::value(y);
         if (GATE) y *= sum.y + static_cast<float>(wanted[i].y);
-        store_word(at.inner() + row * model.mlp + column, tagged(static_cast<elem_t>(y), tag));
+        at.inner().store(row * model.mlp + column, tagged(static_cast<elem_t>(y), tag));
       } else if (kind == HEAD) {
         logits[row * static_cast<i64>(model.logits_stride) + column] = sum.x;
         best[i].see(sum.x, column);
       } else {
         y += static_cast<float>(number<elem_t>(wanted[i].word));
-        store_word(at.stream() + row * hidden + column,
-                   tagged(static_cast<elem_t>(y), stream_tag + 1));
+        at.stream().store(row * hidden + column, tagged(static_cast<elem_t>(y), stream_tag + 1));
       }
     });
   }

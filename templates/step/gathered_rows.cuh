@@ -29,11 +29,10 @@ struct GatheredRows {
   static constexpr int THREADS = 32 * WARPS, SIZE = 4;  // numbers of an access
   // Accesses of a thread under way, of each row: where it has few of them, and many.
   // As registers permit.
-  static constexpr int MANY = MOST == 1   ? Ring::HAS_CODES ? 4 : 8
-                              : MOST == 2 ? 2
-                              : MOST == 4 ? Ring::HAS_CODES ? 1 : 2
-                                          : 1;
-  static constexpr int FEW = MANY < 2 ? 1 : 2, JOINED = 2;
+  static constexpr int MANY = MOST == 1 ? Ring::HAS_CODES ? 4 : 8
+                              : MOST == 2 && !Ring::HAS_CODES ? 2
+                                                            : 1;
+  static constexpr int FEW = MANY < 2 ? 1 : 2, TOGETHER = 2;
   static constexpr bool LATE = !CENTERED && SAME_TYPE<T, bf16>;
   static_assert(WARPS == 8 && MOST <= 8, "eight lanes find out about a row");
   struct Shared {
@@ -68,53 +67,55 @@ struct GatheredRows {
 
   // Rows of words [m, k] as they are. Lanes may read them when their warp has met.
   __device__ __forceinline__ void gather(const u32* words, const Own& own, u32 tag) const {
-    take_all(
-        words, own, tag, [](int, int) {},
-        [&](int row, int, int column, uint2 x) { write(x, row, column, own.k); });
+    const auto keep = [&](int row, int, int column, uint2 x) { write(x, row, column, own.k); };
+    if (FEW < MANY && own.accesses > FEW)
+      take_all<MANY>(words, own, tag, [](int, int) {}, keep);
+    else
+      take_all<FEW>(words, own, tag, [](int, int) {}, keep);
   }
 
   // Rows [m, k] of heads of D columns, each of which SPLITS work items of attention have a part of:
-  // words [m, k / D, SPLITS, D] of their outcomes, and the logarithms to base 2 of what they count for
-  // [m, k / D, SPLITS]. As `gather`.
+  // words [m, k / D, SPLITS][D and then 4] of their outcomes, the first two behind which are one of 64
+  // bits: the logarithm to base 2 of what the outcome counts for. As `gather`.
   template <int D, int SPLITS>
-  __device__ __forceinline__ void join(const u32* words, const u64* logs, const Own& own,
-                                       u32 tag) const {
+  __device__ __forceinline__ void join(const u32* words, const Own& own, u32 tag) const {
 #pragma unroll 1
-    for (int row = 0; row < m; ++row)
-#pragma unroll 1
-      for (int at = 0; at < own.accesses; at += JOINED) {
-        uint4 parts[JOINED][SPLITS];
-        u64 counts[JOINED][SPLITS];
-        const u32* from[JOINED];
-        const u64* from_logs[JOINED];
+    for (int first = 0; first < m * own.accesses; first += TOGETHER) {
+      int rows_of[TOGETHER], columns[TOGETHER];
+      const u32* from[TOGETHER];
+      uint4 parts[TOGETHER][SPLITS] = {};
+      u64 counts[TOGETHER][SPLITS] = {};
+      u32 missing = 0;
 #pragma unroll
-        for (int i = 0; i < JOINED; ++i) {
-          const int column = row * own.k + min(own.column(at + i), own.k - SIZE);
-          const int head = column / D * SPLITS;
-          from[i] = words + head * D + column % D, from_logs[i] = logs + head;
+      for (int i = 0; i < TOGETHER; ++i) {
+        const int row = rows_of[i] = (first + i) / own.accesses;
+        const int column = columns[i] = own.column(first + i - row * own.accesses);
+        if (row < m && column < own.k) missing |= ((1u << SPLITS) - 1) << i * SPLITS;
+        const int at = row * own.k + column;
+        from[i] = words + at / D * SPLITS * (D + 4) + at % D;
+        columns[i] = missing >> i * SPLITS ? column : own.k;
+      }
+      while (missing) {
+#pragma unroll
+        for (int i = 0; i < TOGETHER * SPLITS; ++i) {
+          const int unit = i / SPLITS, s = i % SPLITS;
+          const u32* const part = from[unit] + s * (D + 4);
+          load_words_if(parts[unit][s], part, missing >> i & 1);
+          load_words_if(counts[unit][s],
+                        reinterpret_cast<const u64*>(part + D - columns[unit] % D),
+                        missing >> i & 1);
         }
-        u32 apart;
-        do {
-          apart = 0;
 #pragma unroll
-          for (int i = 0; i < JOINED; ++i)
-#pragma unroll
-            for (int s = 0; s < SPLITS; ++s) {
-              parts[i][s] = load_words(from[i] + s * D);
-              counts[i][s] = load_word(from_logs[i] + s);
-            }
-#pragma unroll
-          for (int i = 0; i < JOINED * SPLITS; ++i)
-            apart |= tags_apart(parts[i / SPLITS][i % SPLITS], tag) |
-                     tags_apart(counts[i / SPLITS][i % SPLITS], tag);
-        } while (apart & 0xffff);
-#pragma unroll
-        for (int i = 0; i < JOINED; ++i) {
-          const int column = own.column(at + i);
-          if (at + i < own.accesses && column < own.k)
-            write(joined(parts[i], counts[i]), row, column, own.k);
+        for (int i = 0; i < TOGETHER * SPLITS; ++i) {
+          const u32 apart = tags_apart(parts[i / SPLITS][i % SPLITS], tag) |
+                            tags_apart(counts[i / SPLITS][i % SPLITS], tag);
+          missing &= ~((apart & 0xffff ? 0u : 1u) << i);
         }
       }
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i)
+        if (columns[i] < own.k) write(joined(parts[i], counts[i]), rows_of[i], columns[i], own.k);
+    }
   }
 
   // A norm's weights, which nobody writes: on their way while the rows are waited for.
@@ -170,8 +171,8 @@ struct GatheredRows {
   __device__ __forceinline__ void multiply(const T* weight, const u32* words, const Own& own,
                                            u32 tag) const {
     float squares[MOST] = {};
-    uint2 by[MANY];
-    take_all(
+    uint2 by[FEW];
+    take_all<FEW>(
         words, own, tag,
         [&](int i, int column) { by[i] = __ldg(reinterpret_cast<const uint2*>(weight + column)); },
         [&](int row, int i, int column, uint2 x) {
@@ -191,7 +192,7 @@ struct GatheredRows {
   __device__ __forceinline__ void normalise_now(const u32* words, const Own& own, u32 tag,
                                                 float scale, float eps) const {
     float sums[MOST] = {};
-    take_all(
+    take_all<FEW>(
         words, own, tag, [](int, int) {},
         [&](int row, int, int column, uint2 x) {
           if (CENTERED) sums[row] += (get(x, 0) + get(x, 1)) + (get(x, 2) + get(x, 3));
@@ -244,14 +245,13 @@ struct GatheredRows {
     store_shared_pair(place(row, column, k), x.x, x.y);
   }
 
-  // All of this lane, of all rows. before(i, column): of the i-th access under way, while it is;
+  // All of this lane, of all rows, COUNT of each under way. before(i, column): of the i-th access under way, while it is;
   // act(row, i, column, four numbers from there on).
-  template <typename Before, typename Act>
+  template <int COUNT, typename Before, typename Act>
   __device__ __forceinline__ void take_all(const u32* words, const Own& own, u32 tag,
                                            const Before& before, const Act& act) const {
-    if (FEW < MANY && own.accesses <= FEW) return take<FEW>(words, own, tag, 0, before, act);
 #pragma unroll 1
-    for (int at = 0; at < own.accesses; at += MANY) take<MANY>(words, own, tag, at, before, act);
+    for (int at = 0; at < own.accesses; at += COUNT) take<COUNT>(words, own, tag, at, before, act);
   }
 
   // COUNT accesses of each row, all under way before the first is waited for.
@@ -271,7 +271,7 @@ struct GatheredRows {
     await(
         asked, tag,
         [&](int i) {
-          return load_words(words + static_cast<i64>(i / COUNT) * own.k + columns[i % COUNT]);
+          return words + static_cast<i64>(i / COUNT) * own.k + columns[i % COUNT];
         },
         there);
 #pragma unroll

@@ -17,9 +17,9 @@
 // 128 codes (step/coded_part.cuh).
 //
 // Rows that a tile has not are not copied; the last one stands for them, and sums go nowhere. A row's
-// piece is one bulk copy, and a warp starts one after the other, so FETCHERS warps share the rows. No more than FLIGHT stages
-// are asked for and not there yet: what is asked for beyond what memory needs to be busy stands in
-// its queues, and what the others read and write waits behind it.
+// piece is one bulk copy, and a warp starts one after the other, so FETCHERS warps take turns. No more
+// than FLIGHT stages of each are asked for and not there yet: what is asked for beyond what memory
+// needs to be busy stands in its queues, and what the others read and write waits behind it.
 #pragma once
 #include "ptx/bulk.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -40,18 +40,18 @@ struct WeightRing {
   static constexpr int STAGE = ROWS * (CODES ? CODED_PITCH : PITCH);
   static constexpr int CODED_PART = CODED / WARPS;
   static constexpr bool HAS_CODES = CODES;
-  // Stages that may come to L2 before they have room in the ring.
-  static constexpr int AHEAD = 14 * 1024 / COLUMNS;
-  static constexpr int PAUSES = 2, PAUSE = 256;  // between two of these; nanoseconds
-  static constexpr int NEAR = FLIGHT + 2 < STAGES ? FLIGHT + 2 : FLIGHT;  // under way, of those
+  // Of a warp: stages that may come to L2 before they have room in the ring.
+  static constexpr int AHEAD = 14 * 1024 / COLUMNS / FETCHERS;
+  static constexpr int PAUSES = 4, PAUSE = 256;  // between two of these; nanoseconds
+  static constexpr int NEAR = FLIGHT + 1;        // under way, of those
   static_assert(PART % SPAN == 0, "whole spans; eight rows meet all banks");
   static_assert(!CODES || (CODED_PART % 128 == 0 && SCALES % 16 == 0 && SCALES < 64),
                 "whole groups");
-  static_assert(NEAR < STAGES && ROWS % FETCHERS == 0, "stages under way; equal shares of rows");
+  static_assert(NEAR * FETCHERS <= STAGES, "stages under way");
+  static_assert(STAGES % FETCHERS == 0, "a stage is one warp's, so that it is waited for in time");
   const u32 stages;                  // shared memory
   const u32 full, empty;             // mbarriers, 8 bytes each
   RingPlace<STAGES> place, landing;  // the next stage; the first one that may be under way (fetching)
-  int under_way = 0;
   // Stages that were asked to come to L2, from the next one of the ring on, and the one behind them.
   int lead = 0, next_product = 0, next_stage = 0;
 
@@ -60,7 +60,7 @@ struct WeightRing {
 
   __device__ __forceinline__ void make_barriers() const {  // by one thread
     for (int i = 0; i < STAGES; ++i) {
-      mbarrier_init(full + 8 * i, FETCHERS);
+      mbarrier_init(full + 8 * i, 1);
       mbarrier_init(empty + 8 * i, WARPS);
     }
     mbarrier_init_fence();
@@ -95,42 +95,43 @@ struct WeightRing {
     }
   };
 
-  // The p-th of so many products, all of which are fetched one after the other. source_of(p): its
-  // Source. By the warps that fetch.
-  template <typename SourceOf>
-  __device__ __forceinline__ void fetch(int p, int products, const SourceOf& source_of) {
+  // All stages of so many products, one after the other. source_of(p): a product's Source. enter(p): what
+  // else a warp does when it comes to one. By the warps that fetch, each of which has every FETCHERS-th
+  // stage, whatever product it is of.
+  template <typename SourceOf, typename Enter>
+  __device__ __forceinline__ void fetch(int products, const SourceOf& source_of,
+                                        const Enter& enter) {
     const int lane = threadIdx.x % WARP_SIZE;
-    const Source source = source_of(p);
+    int i = threadIdx.x / WARP_SIZE - WARPS, under_way = 0;
+    place.stage = landing.stage = i;
 #pragma unroll 1
-    for (int i = 0; i < source.all; ++i) {
-      const Piece piece(source, i);
-      if (lead == 0) next_product = p, next_stage = i;
-      wait_for_place(empty + 8 * place.stage, place.parity ^ 1, [&] {
-        if (next_product == products) return false;
-        const Source next = source_of(next_product);
-        Piece(next, next_stage).prefetch();
-        ++lead;
-        if (++next_stage == next.all) next_stage = 0, ++next_product;
-        return lead < AHEAD;
-      });
-      const int most = lead > 0 ? NEAR : FLIGHT;
-      lead = max(lead - 1, 0);
+    for (int p = 0; p < products; ++p) {
+      enter(p);
+      const Source source = source_of(p);
 #pragma unroll 1
-      for (; under_way >= most; --under_way) {
-        mbarrier_wait(full + 8 * landing.stage, landing.parity);
-        landing.advance();
+      for (; i < source.all; i += FETCHERS) {
+        const Piece piece(source, i);
+        const int rows = __popc(__ballot_sync(FULL_MASK, piece.has));
+        wait_for_place(p, i, products, source_of);
+        const int most = lead > 0 ? NEAR : FLIGHT;
+        lead = max(lead - 1, 0);
+#pragma unroll 1
+        for (; under_way >= most; --under_way) {
+          mbarrier_wait(full + 8 * landing.stage, landing.parity);
+          landing.advance(FETCHERS);
+        }
+        ++under_way;
+        const u32 barrier = full + 8 * place.stage;
+        if (lane == 0) mbarrier_expect(barrier, (piece.bytes + piece.scale_bytes) * rows);
+        __syncwarp();
+        const u32 target =
+            stages + place.stage * STAGE + lane * (source.coded ? CODED_PITCH : PITCH);
+        if (piece.has) bulk_load(target, piece.source, piece.bytes, barrier);
+        if (source.coded && piece.has)
+          bulk_load(target + BYTES, piece.scales, piece.scale_bytes, barrier);
+        place.advance(FETCHERS);
       }
-      ++under_way;
-      const u32 barrier = full + 8 * place.stage;
-      const int rows = __popc(__ballot_sync(FULL_MASK, piece.has));
-      if (lane == 0) mbarrier_expect(barrier, (piece.bytes + piece.scale_bytes) * rows);
-      __syncwarp();
-      const u32 target =
-          stages + place.stage * STAGE + piece.own * (source.coded ? CODED_PITCH : PITCH);
-      if (piece.has) bulk_load(target, piece.source, piece.bytes, barrier);
-      if (source.coded && piece.has)
-        bulk_load(target + BYTES, piece.scales, piece.scale_bytes, barrier);
-      place.advance();
+      i -= source.all;
     }
   }
 
@@ -218,20 +219,18 @@ struct WeightRing {
 
   // What this lane copies of a product's i-th stage.
   struct Piece {
-    int own;  // row of the stage
     bool has;
     int bytes, scale_bytes = 0;
     const void *source, *scales = nullptr;
     __device__ __forceinline__ Piece(const Source& of, int i) {
       const Product<T>& product = *of.product;
-      const int lane = threadIdx.x % WARP_SIZE, fetcher = threadIdx.x / WARP_SIZE - WARPS;
+      const int lane = threadIdx.x % WARP_SIZE;  // and row of the stage
       const int tile = Quotient::of(i, product.inverse), rest = i - tile * 2 * of.pieces;
       const bool both = tile != of.single, second = both && rest % 2;
       const int at = (both ? rest / 2 : rest) * columns_of(of.coded);
-      own = lane * FETCHERS + fetcher;
       const bool halves = 1 << of.log2 == ROWS;
-      const int output = (tile << of.log2) + own + (second && !halves ? ROWS : 0);
-      has = own < ROWS && output < product.outputs;
+      const int output = (tile << of.log2) + lane + (second && !halves ? ROWS : 0);
+      has = lane < ROWS && output < product.outputs;
       const int columns = min(columns_of(of.coded), of.k - at);
       const i64 row = has ? product.begin + output + (second && halves ? of.n : 0) : 0;
       const i64 first = row * of.k + at;
@@ -251,16 +250,26 @@ struct WeightRing {
 
   // While there is no room in the ring memory has nothing to do, since the others wait for one another's
   // numbers: what comes behind is asked to come to L2, stage by stage, slowly, so that what the others
-  // read and write does not stand behind it. ask(): the next stage; whether there is another one.
-  template <typename Ask>
-  static __device__ __forceinline__ void wait_for_place(u32 barrier, int parity, const Ask& ask) {
+  // read and write does not stand behind it. p, i: the stage that there shall be room for.
+  template <typename SourceOf>
+  __device__ __forceinline__ void wait_for_place(int p, int i, int products,
+                                                 const SourceOf& source_of) {
+    const u32 barrier = empty + 8 * place.stage;
+    const int parity = place.parity ^ 1;
+    if (AHEAD == 0) return mbarrier_wait(barrier, parity);
     if (__all_sync(FULL_MASK, mbarrier_test(barrier, parity))) return;
-    bool more = true;
+    if (lead == 0) next_product = p, next_stage = i;
 #pragma unroll 1
-    while (more) {
-      more = ask();
+    while (lead < AHEAD && next_product < products) {
+      const Source next = source_of(next_product);
+      if (next_stage >= next.all) {
+        next_stage -= next.all, ++next_product;
+        continue;
+      }
+      Piece(next, next_stage).prefetch();
+      ++lead, next_stage += FETCHERS;
 #pragma unroll 1
-      for (int i = 0; i < PAUSES; ++i) {
+      for (int pause = 0; pause < PAUSES; ++pause) {
         if (__all_sync(FULL_MASK, mbarrier_test(barrier, parity))) return;
         __nanosleep(PAUSE);
       }

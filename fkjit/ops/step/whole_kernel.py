@@ -19,6 +19,7 @@ from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
 ROWS = (1, 2, 4, 8)  # there is room for
 HEAD_DIMS, GROUPS = (64, 128, 16, 32), (4, 1, 2, 3, 6, 7, 8)
 WARPS = 8  # that compute
+COPIES = 2  # of numbers that all blocks wait for
 JOINED_SPLITS = 4  # work items of a query head whose outcomes are merged by who takes them
 ROW_GAP = 8  # elements between rows, as templates/step/gathered_rows.cuh has it
 _PRODUCT = 56  # bytes of a Product of templates/step/layers.cuh
@@ -30,31 +31,26 @@ _TILE_ROWS, _STAGE_ROWS = 16, 8  # rows of a weight in a tile, in a stage
 _GAP, _CODED_GAP = 16, 64  # bytes between them
 _PLACES = 8  # of tiles whose sums wait to be added up, or are
 _BLOCK_BYTES = 226 << 10  # of shared memory, 1 KB for barriers left out
-# Columns of a stage, stages, of which under way, warps that fetch.
+# Columns of a stage, stages, warps that fetch, stages of each that are under way.
 RINGS = (
-    (1024, 12, 3, 2),
-    (1024, 11, 3, 2),
-    (1024, 10, 3, 2),
-    (1024, 8, 3, 2),
-    (768, 16, 4, 2),
-    (768, 15, 4, 2),
-    (768, 12, 4, 2),
-    (768, 10, 4, 2),
-    (512, 23, 6, 2),
-    (512, 22, 6, 2),
-    (512, 20, 6, 2),
-    (512, 16, 6, 2),
+    (1024, 12, 4, 1),
+    (1024, 8, 4, 1),
+    (768, 16, 4, 1),
+    (768, 12, 4, 1),
+    (768, 8, 4, 1),
+    (512, 20, 4, 2),
+    (512, 16, 4, 2),
+    (512, 12, 4, 2),
     (256, 16, 4, 2),
-    (256, 5, 2, 2),
+    (256, 4, 2, 1),
     (1024, 12, 4, 2),
-    (1024, 12, 5, 2),
-    (1024, 12, 3, 4),
-    (512, 22, 4, 2),
-    (512, 22, 8, 2),
-    (768, 16, 6, 2),
-    (768, 16, 3, 2),
+    (1024, 12, 3, 1),
+    (1024, 12, 2, 2),
+    (768, 16, 4, 2),
+    (512, 20, 4, 1),
+    (512, 20, 4, 3),
 )
-_SMALL = (256, 5, 2, 2)
+_SMALL = (256, 4, 2, 1)
 _ROOMS = (25, 8, 12, 16, 28, 42, 56, 74, 88, 140)  # KB for rows, and what is beside them
 _ASIDE = (8, 1, 2, 4, 6, 12, 20)  # KB of that beside the rows
 
@@ -71,7 +67,7 @@ _PARAMS = (
     Param("most", ROWS, "sequences there is room for"),
     Param("room", _ROOMS, "KB of shared memory for their rows and what is beside them"),
     Param("aside", _ASIDE, "KB of that for the list of products and a norm's weights"),
-    Param("ring", RINGS, "columns of a stage, stages, of which under way, warps that fetch",
+    Param("ring", RINGS, "columns of a stage, stages, warps that fetch, stages of each under way",
           tunable=True),
 )  # fmt: skip
 
@@ -114,19 +110,20 @@ def exchange_places(p: Problem) -> tuple[int, ...]:
     counts launches."""
     m, dim = p["m"], p["head_dim"]
     heads = p["heads_q"] + 2 * p["heads_kv"]
+    shown = (m * p["hidden"], m * p["heads_q"] * dim, m * p["mlp"])
     arrays = (
-        2 * m * heads * dim, 2 * m * p["heads_q"] * p["splits"] * (dim + 2), m * p["hidden"],
-        m * p["heads_q"] * dim, m * p["mlp"], 2 * m * p["blocks"],
+        2 * m * heads * dim, 2 * COPIES * m * p["heads_q"] * p["splits"] * (dim + 4),
+        *(COPIES * one for one in shown), 2 * m * p["blocks"],
     )  # fmt: skip
     return tuple(accumulate((-(-one // 4) * 4 for one in arrays), initial=4))
 
 
 def _derive(params: Params) -> dict[str, Any]:
-    columns, stages, flight, fetchers = params["ring"]
+    columns, stages, fetchers, flight = params["ring"]
     return {
         **epilogue.values(params["activation"]), "centered": params["norm"] == "layer",
         "columns": columns, "stages": stages, "flight": flight, "fetchers": fetchers,
-        "warps": WARPS, "splits": JOINED_SPLITS,
+        "warps": WARPS, "splits": JOINED_SPLITS, "copies": COPIES,
     }  # fmt: skip
 
 
@@ -192,7 +189,7 @@ FIELDS: dict[str, Any] = {
     "shared_bytes": lambda params: (
         (params["room"] << 10) + ring_shared(params["ring"], params["codes"])
     ),
-    "block": lambda params: (32 * (WARPS + params["ring"][3]), 1, 1),
+    "block": lambda params: (32 * (WARPS + params["ring"][2]), 1, 1),
     "grid": lambda params, p: (p["blocks"], 1, 1),
     "arguments": _arguments,
     "shape_class": lambda p: {"m": p["m"], "hidden": p["hidden"], "layers": p["layers"]},
