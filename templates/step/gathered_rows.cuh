@@ -46,22 +46,38 @@ struct GatheredRows {
   __device__ __forceinline__ GatheredRows(Shared& shared, u32 rows, u32 factors, int m)
       : shared(shared), rows(rows), factors(factors), m(m) {}
 
-  // The columns of this warp: PART of each `wide`. Those of a lane are four of each access.
+  // The columns of this warp: its part of each stage's. Those of a lane are four of each access.
   struct Own {
-    int k, part, wide, accesses;
-    __device__ __forceinline__ Own(int k, bool coded)
-        : k(k),
-          part(Ring::columns_of(coded) / WARPS),
-          wide(Ring::columns_of(coded)),
-          accesses(ceil_div(ceil_div(k, wide) * part, WARP_SIZE * SIZE)) {}
+    int k;
+    bool coded;
+    int accesses;
+    __device__ __forceinline__ Own(int k, bool coded) : k(k), coded(Ring::HAS_CODES && coded) {
+      accesses = this->coded ? accesses_of<Ring::CODED>() : accesses_of<Ring::WIDE>();
+    }
     // The first column of an access, at or behind k if there is none.
     __device__ __forceinline__ int column(int access) const {
-      const int i = access * WARP_SIZE + threadIdx.x % WARP_SIZE, quads = part / SIZE;
-      return i / quads * wide + threadIdx.x / WARP_SIZE * part + i % quads * SIZE;
+      const int i = access * WARP_SIZE + threadIdx.x % WARP_SIZE;
+      return coded ? column_of<Ring::CODED>(i) : column_of<Ring::WIDE>(i);
     }
     __device__ __forceinline__ int numbers() const {
-      const int rest = k % wide - static_cast<int>(threadIdx.x) / WARP_SIZE * part;
-      return k / wide * part + min(max(rest, 0), part);
+      return coded ? numbers_of<Ring::CODED>() : numbers_of<Ring::WIDE>();
+    }
+
+   private:
+    template <int WIDE>
+    __device__ __forceinline__ int accesses_of() const {
+      return ceil_div(ceil_div(k, WIDE) * (WIDE / WARPS), WARP_SIZE * SIZE);
+    }
+    template <int WIDE>
+    static __device__ __forceinline__ int column_of(int i) {
+      constexpr int PART = WIDE / WARPS, QUADS = PART / SIZE;
+      return i / QUADS * WIDE + threadIdx.x / WARP_SIZE * PART + i % QUADS * SIZE;
+    }
+    template <int WIDE>
+    __device__ __forceinline__ int numbers_of() const {
+      constexpr int PART = WIDE / WARPS;
+      const int rest = k % WIDE - static_cast<int>(threadIdx.x) / WARP_SIZE * PART;
+      return k / WIDE * PART + min(max(rest, 0), PART);
     }
   };
 

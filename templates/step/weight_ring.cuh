@@ -31,7 +31,7 @@
 template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, int FETCHERS, bool CODES>
 struct WeightRing {
   static constexpr int TILE = 16, ROWS = 8, SPAN = 32;  // rows of a tile, of a stage
-  static constexpr int PART = COLUMNS / WARPS;            // columns of a warp in a stage
+  static constexpr int WIDE = COLUMNS, PART = COLUMNS / WARPS;  // of a stage, of a warp in it
   static constexpr int BYTES = COLUMNS * sizeof(T);       // of a row in a stage
   static constexpr int PITCH = BYTES + 16;                // of numbers
   static constexpr int CODED = 4 * COLUMNS;               // columns of a stage of codes

@@ -29,7 +29,7 @@ BUGS = (
         "angles, meet);\n      meet();", "angles, meet);", by="race", **SMALL),
     Bug("rows multiplied before they are there", K,
         "columns, tag);\n    }\n    __syncwarp();", "columns, tag);\n    }", by="race", **SMALL),
-    Bug("words taken as they are", T + "exchange.cuh", "while (!all);", "while (false);",
+    Bug("words taken as they are", T + "exchange.cuh", "while (missing) {", "if (missing) {",
         by="numbers", **SMALL),
     Bug("the new key left out", T + "decode_heads.cuh", "if (key + i * STEP == cached && span.fresh)",
         "if (false)", by="numbers", **SMALL),

@@ -51,8 +51,8 @@ class Model(NamedTuple):
     """What a step's kernel is made for. heads_q, heads_kv, head_dim, mlp, eps: as a ModelConfig's.
     advance: whether tokens and positions become the next ones, by the largest logits. codes: some
     weights of layers are of int4. long: sequences may be long, so that keys are read once rather
-    than for each query head. ring: columns of a stage, stages, those under way, warps that
-    fetch; None: the usual."""
+    than for each query head. ring: columns of a stage, stages, warps that fetch, stages
+    of each under way; None: the usual."""
 
     heads_q: int
     heads_kv: int
