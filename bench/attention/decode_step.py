@@ -1,11 +1,12 @@
-"""A whole decoding step, eager, in a CUDA graph, and by `fkjit.models.Decoder`: what launching costs.
+"""A whole decoding step, eager, in a CUDA graph and by a `Decoder`: what launching it costs.
 
     python -m bench.attention.decode_step [--steps 64] [--out FILE]
 
-The model is decode_model.py's; "eager" and "graph" run its own code, "decoder" is a Decoder with the
-same weights, which fuses across operations (docs/MODELS.md). Of each case: microseconds of host time a
-step (issuing it, the GPU never waited for), and of elapsed time a step (CUDA events around eight of
-them). Logits of the other two are compared with eager ones before anything is timed.
+The model is decode_model.py's; "eager" and "graph" run its own code, "decoder" is a
+`fkjit.models.Decoder` with the same weights, which fuses across operations (docs/MODELS.md). Of
+each case: microseconds of host time a step (issuing it, the GPU never waited for), and of elapsed
+time a step (CUDA events around eight of them). Logits of the other two are compared with eager
+ones before anything is timed.
 """
 
 from __future__ import annotations
@@ -144,15 +145,17 @@ def timed(decoder: Any, batch: list[int], step: Callable[[], Any], turns: int) -
 
 def measure(sequences: int, length: int, steps: int, kept: Any) -> list[dict[str, Any]]:
     """A cell of each kind; `apart` is how far its logits are from eager ones, at most."""
-    kinds = ("eager", "graph", "decoder")
+    kinds: tuple[str, ...] = ("eager", "graph", "decoder")
     turns = max(steps // _TURN, 1)
     room = (turns + 2) * _TURN
-    made: dict[str, Any] = {kind: started(sequences, length, room, kept) for kind in kinds[:2]}
+    made: dict[str, tuple[Any, list[int]]] = {
+        kind: started(sequences, length, room, kept) for kind in kinds[:2]
+    }
     made["decoder"] = (Modelled(sequences, length, room, kept), [])
     step: dict[str, Callable[[], Any]] = {}
     for kind, (decoder, _) in made.items():
         step[kind] = Captured(decoder) if kind == "graph" else decoder.step
-    apart = dict.fromkeys(kinds, 0.0)
+    apart: dict[str, float] = dict.fromkeys(kinds, 0.0)
     for _ in range(3):
         logits = {kind: advance(*made[kind], step[kind]).float() for kind in kinds}
         for kind, (decoder, _) in made.items():

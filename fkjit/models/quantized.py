@@ -57,8 +57,8 @@ def with_head(weights: Weights, config: ModelConfig, scheme: str | None) -> Weig
     even = EVEN[SCHEMES[scheme].code]
     if config.hidden % even:
         raise ParameterError(
-            f"{_CALL}: quantize_head={scheme!r} and {config.hidden} columns; allowed: a multiple of "
-            f"{even}"
+            f"{_CALL}: quantize_head={scheme!r} and {config.hidden} columns; allowed: a multiple "
+            f"of {even}"
         )
     return weights._replace(head=_codes(Affine(weights.head), scheme).weight)
 

@@ -43,8 +43,8 @@ constexpr int D = ${head_dim}, GROUP = ${group};  // query heads of a key head
 constexpr int OWN = ${own};                       // of those in a work item of attention
 constexpr bool JOINED = ${joined};  // whoever takes a head merges its work items' outcomes ...
 constexpr int SPLITS = ${splits};   // ... of which there are so many
-constexpr int MOST = ${most};                     // rows there is room for
-constexpr int COPIES = ${copies};  // of words that all blocks wait for
+constexpr int MOST = ${most};       // rows there is room for
+constexpr int COPIES = ${copies};   // of words that all blocks wait for
 constexpr int WARPS = ${warps}, FETCHERS = ${fetchers};
 constexpr int COLUMNS = ${columns};  // of a weight in a stage of the ring
 constexpr int STAGES = ${stages}, FLIGHT = ${flight};
@@ -113,9 +113,9 @@ __device__ __forceinline__ elem_t bias_at(const elem_t* bias, int column) {
 }
 
 // Tokens' rows of the embedding, shared out over the grid.
-__device__ __forceinline__ void embed(const Shown& stream, u32 tag, const i64* tokens, const int* positions,
-                                      const elem_t* embedding, const elem_t* position_embedding,
-                                      int m, int hidden) {
+__device__ __forceinline__ void embed(const Shown& stream, u32 tag, const i64* tokens,
+                                      const int* positions, const elem_t* embedding,
+                                      const elem_t* position_embedding, int m, int hidden) {
   for (int i = blockIdx.x * THREADS + threadIdx.x; i < m * hidden; i += gridDim.x * THREADS) {
     const int row = i / hidden, column = i % hidden;
     elem_t x = embedding[tokens[row] * hidden + column];
@@ -174,7 +174,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       model.max_sequences, model.max_pages,
       model.table_rows,    model.heads_kv,
       model.splits,        model.scale};
-  const int splits = JOINED ? SPLITS : model.splits, items = m * model.heads_kv * Heads::PARTS * splits;
+  const int splits = JOINED ? SPLITS : model.splits,
+            items = m * model.heads_kv * Heads::PARTS * splits;
   const u32 launches = load_word(exchange);
   const Between at = {exchange, model};
   const u32 first_tag = launches * model.layers + 1,
@@ -182,8 +183,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   const bool attends = blockIdx.x < items;
   const auto heads_of = [&](int n) {
     elem_t* const own = pages + 2 * n * model.plane;
-    return DecodeLayer<elem_t, Shown>{at.qkv(),      at.attended(), at.partials(), at.parts(),
-                               first_tag + n, own,           own + model.plane};
+    return DecodeLayer<elem_t, Shown>{at.qkv(),      at.attended(), at.partials(),    at.parts(),
+                                      first_tag + n, own,           own + model.plane};
   };
 
   // What this block has of each product, and of attention.
@@ -222,9 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       const int kind = p == products - 1 ? HEAD : p % 4;
       if (threadIdx.x >= THREADS + 32) return;
       prefetch_small(next.norm, hidden), prefetch_small(next.norm_bias, hidden);
-      prefetch_small(next.bias, kind == QKV  ? heads
-                                : kind != UP ? hidden
-                                             : (GATE + 1) * model.mlp);
+      prefetch_small(next.bias, kind == QKV ? heads : kind != UP ? hidden : (GATE + 1) * model.mlp);
       if (kind == OUT && attends)
         Heads::prefetch(state, heads_of(p / 4), DecodeSpan(item, splits, next.window));
     });

@@ -39,7 +39,8 @@ struct CodedPart {
       }
       const float by[2] = {scale(low_scales + at / 64), scale(high_scales + at / 64)};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) d[i] += by[i / 2] * ((sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]));
+      for (int i = 0; i < 4; ++i)
+        d[i] += by[i / 2] * ((sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]));
     }
   }
 

@@ -123,8 +123,7 @@ struct DecodeHeads {
   };
 
   // Keys and values come to L2.
-  static __device__ __forceinline__ void prefetch(const DecodeState& state,
-                                                  const Layer& layer,
+  static __device__ __forceinline__ void prefetch(const DecodeState& state, const Layer& layer,
                                                   const DecodeSpan& span) {
 #pragma unroll 1
     for (int key = span.first + threadIdx.x % WARP_SIZE; key < span.cached(); key += WARP_SIZE) {
@@ -167,8 +166,7 @@ struct DecodeHeads {
         }
       add(sums, q, keys, span.last - key);
 #pragma unroll
-      for (int i = 0; i < DEPTH; ++i)
-        keys[i] = Key(state, layer, span, key + (DEPTH + i) * STEP);
+      for (int i = 0; i < DEPTH; ++i) keys[i] = Key(state, layer, span, key + (DEPTH + i) * STEP);
     }
     merge_lanes(sums);
     if (lane < LANES) {
@@ -211,9 +209,7 @@ struct DecodeHeads {
       const u64* const low_word = source + from * D + pair;
       const float cosine = ROPE ? angles[pair] : 1.f, sine = ROPE ? angles[pair + HALF] : 0.f;
       u64 words[2];
-      await(
-          words, layer.tag, [&](int i) { return low_word + i * HALF; },
-          [](int) { return true; });
+      await(words, layer.tag, [&](int i) { return low_word + i * HALF; }, [](int) { return true; });
       float a = number(words[0]), b = number(words[1]);
       if (ROPE && head <= OWN) {
         const float turned = a * cosine - b * sine;
@@ -329,8 +325,7 @@ struct DecodeHeads {
 
   // The warps' sums to the others with the same head, and theirs to what was attended.
   static __device__ __forceinline__ void finish(const Shared& shared, const DecodeState& state,
-                                                const Layer& layer,
-                                                const DecodeItem& item) {
+                                                const Layer& layer, const DecodeItem& item) {
     constexpr int COLUMNS = OWN * D, STEP = OWN * WIDE;
     const int splits = state.splits, team = item.team;
     const int target = team * COLUMNS;
@@ -355,7 +350,8 @@ struct DecodeHeads {
       }
     }
     if (JOINED || splits == 1) return;
-    merge_items(layer.partials + wide(team * splits, STEP), splits, item, layer.tag, layer.attended, target);
+    merge_items(layer.partials + wide(team * splits, STEP), splits, item, layer.tag, layer.attended,
+                target);
   }
 
   // Columns of all items of a head, whose sums are `from` and STEP behind each other. Neighbouring

@@ -29,9 +29,9 @@ struct GatheredRows {
   static constexpr int THREADS = 32 * WARPS, SIZE = 4;  // numbers of an access
   // Accesses of a thread under way, of each row: where it has few of them, and many.
   // As registers permit.
-  static constexpr int MANY = MOST == 1 ? Ring::HAS_CODES ? 4 : 8
+  static constexpr int MANY = MOST == 1                       ? Ring::HAS_CODES ? 4 : 8
                               : MOST == 2 && !Ring::HAS_CODES ? 2
-                                                            : 1;
+                                                              : 1;
   static constexpr int FEW = MANY < 2 ? 1 : 2, TOGETHER = 2;
   static constexpr bool LATE = !CENTERED && SAME_TYPE<T, bf16>;
   static_assert(WARPS == 8 && MOST <= 8, "eight lanes find out about a row");
@@ -117,8 +117,7 @@ struct GatheredRows {
           const int unit = i / SPLITS, s = i % SPLITS;
           const u32* const part = from[unit] + s * (D + 4);
           load_words_if(parts[unit][s], part, missing >> i & 1);
-          load_words_if(counts[unit][s],
-                        reinterpret_cast<const u64*>(part + D - columns[unit] % D),
+          load_words_if(counts[unit][s], reinterpret_cast<const u64*>(part + D - columns[unit] % D),
                         missing >> i & 1);
         }
 #pragma unroll
@@ -236,8 +235,8 @@ struct GatheredRows {
       const float mean = found.x, rstd = rsqrtf(found.y + eps);
       each(own, row, [&](uint2 x, int column) {
         const uint2 weight = load(factors + column * sizeof(T));
-        const uint2 bias = CENTERED ? load(factors + (own.k + column) * sizeof(T))
-                                    : make_uint2(0, 0);
+        const uint2 bias =
+            CENTERED ? load(factors + (own.k + column) * sizeof(T)) : make_uint2(0, 0);
         float y[SIZE];
 #pragma unroll
         for (int j = 0; j < SIZE; ++j)
@@ -286,9 +285,7 @@ struct GatheredRows {
     };
     await(
         asked, tag,
-        [&](int i) {
-          return words + static_cast<i64>(i / COUNT) * own.k + columns[i % COUNT];
-        },
+        [&](int i) { return words + static_cast<i64>(i / COUNT) * own.k + columns[i % COUNT]; },
         there);
 #pragma unroll
     for (int i = 0; i < MOST * COUNT; ++i)

@@ -48,7 +48,8 @@ struct TileSums {
         const int at = static_cast<int>(threadIdx.x) + j * THREADS;
         const int place = at & (TILE - 1), tile = at / TILE % PLACES, row = at / (TILE * PLACES);
         const int output = ((first + tile) << log2) + place;
-        if (row < m && place < 1 << log2 && output < outputs) act(j, row, begin + output, tile, place);
+        if (row < m && place < 1 << log2 && output < outputs)
+          act(j, row, begin + output, tile, place);
       }
     }
   };

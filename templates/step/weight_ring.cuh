@@ -30,12 +30,12 @@
 
 template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, int FETCHERS, bool CODES>
 struct WeightRing {
-  static constexpr int TILE = 16, ROWS = 8, SPAN = 32;  // rows of a tile, of a stage
+  static constexpr int TILE = 16, ROWS = 8, SPAN = 32;          // rows of a tile, of a stage
   static constexpr int WIDE = COLUMNS, PART = COLUMNS / WARPS;  // of a stage, of a warp in it
-  static constexpr int BYTES = COLUMNS * sizeof(T);       // of a row in a stage
-  static constexpr int PITCH = BYTES + 16;                // of numbers
-  static constexpr int CODED = 4 * COLUMNS;               // columns of a stage of codes
-  static constexpr int SCALES = CODED / 128 * sizeof(T);  // bytes of a row's scales there
+  static constexpr int BYTES = COLUMNS * sizeof(T);             // of a row in a stage
+  static constexpr int PITCH = BYTES + 16;                      // of numbers
+  static constexpr int CODED = 4 * COLUMNS;                     // columns of a stage of codes
+  static constexpr int SCALES = CODED / 128 * sizeof(T);        // bytes of a row's scales there
   static constexpr int CODED_PITCH = BYTES + 64;
   static constexpr int STAGE = ROWS * (CODES ? CODED_PITCH : PITCH);
   static constexpr int CODED_PART = CODED / WARPS;
@@ -49,9 +49,10 @@ struct WeightRing {
                 "whole groups");
   static_assert(NEAR * FETCHERS <= STAGES, "stages under way");
   static_assert(STAGES % FETCHERS == 0, "a stage is one warp's, so that it is waited for in time");
-  const u32 stages;                  // shared memory
-  const u32 full, empty;             // mbarriers, 8 bytes each
-  RingPlace<STAGES> place, landing;  // the next stage; the first one that may be under way (fetching)
+  const u32 stages;       // shared memory
+  const u32 full, empty;  // mbarriers, 8 bytes each
+  RingPlace<STAGES> place,
+      landing;  // the next stage; the first one that may be under way (fetching)
   // Stages that were asked to come to L2, from the next one of the ring on, and the one behind them.
   int lead = 0, next_product = 0, next_stage = 0;
 

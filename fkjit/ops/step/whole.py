@@ -176,7 +176,7 @@ def prepare(arrays: Arrays, model: Model) -> None:
     """Compile and load what `decode_step` with the same arguments needs; launches nothing. Without
     an `exchange` it is as large as it has to be."""
     if arrays.exchange is None:
-        device, (m, hidden) = arrays.tokens.device, (arrays.tokens.shape[0], arrays.embedding.shape[1])
+        device, m, hidden = arrays.tokens.device, arrays.tokens.shape[0], arrays.embedding.shape[1]
         words = exchange_words(model, m, hidden, blocks_on(device))
         arrays = arrays._replace(exchange=abstract.made((words,), "int32", None, device))
     _OP.prepare((*arrays, None, None), model)
@@ -206,8 +206,8 @@ def _variant(
     if ring is None:
         return None
     return {"most": most, "room": room, "aside": aside, "ring": ring, "group": group,
-            "own": own, "joined": joins(model, rows, blocks), "head_dim": dim, "activation": model.activation, "gate": model.gate,
-            "codes": model.codes}  # fmt: skip
+            "own": own, "joined": joins(model, rows, blocks), "head_dim": dim,
+            "activation": model.activation, "gate": model.gate, "codes": model.codes}  # fmt: skip
 
 
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:

@@ -62,9 +62,10 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
         heads = m * heads_kv * group // params["own"]
         splits = min(found[-1]["splits"], blocks // heads) or 1
         found[-1]["splits"] = JOINED_SPLITS if joined else splits
+    items = JOINED_SPLITS if joined else 1
     return [
         one for one in found
-        if one["m"] * one["heads_q"] * (one["splits"] if joined else 1) <= one["blocks"] * one["own"]
+        if one["m"] * one["heads_q"] * items <= one["blocks"] * one["own"]
     ]  # fmt: skip
 
 
@@ -127,7 +128,7 @@ def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
         "exchange": _exchange(p), "counters": np.zeros(1, np.uint32),
     }  # fmt: skip
     if p["codes"] and p["biased"]:
-        made |= dict(zip(("head", "head_scales"), _coded(rng, (_LOGITS, hidden), kind), strict=True))
+        made["head"], made["head_scales"] = _coded(rng, (_LOGITS, hidden), kind)
     if p["norm"] == "layer":
         made |= {"norm_bias": drawn(hidden), "position_embedding": drawn(40, hidden)}
     if p["rope"]:
@@ -176,7 +177,7 @@ class _Step:
 
     def __init__(self, p: Problem, arrays: Mapping[str, Any]) -> None:
         self.p = p
-        self.arrays = {
+        self.arrays: dict[str, Any] = {
             name: np.asarray(x).astype(np.float64) if np.asarray(x).dtype.kind not in "iu" else x
             for name, x in arrays.items() if x is not None and name not in ("weights", "head")
         }  # fmt: skip
