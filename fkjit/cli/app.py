@@ -284,6 +284,7 @@ def generate(
     new: Annotated[int, typer.Option(min=1, help="new tokens of each sequence")] = 128,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16")] = "bf16",
     weights: Annotated[str | None, typer.Option(help="products' codes: int4_group …")] = None,
+    head: Annotated[str | None, typer.Option(help="the head's codes: int4_group …")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu")] = None,
     layers: Annotated[int | None, typer.Option(help="only so many of the model's")] = None,
     temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
@@ -298,7 +299,7 @@ def generate(
     generate_ = import_module("fkjit.cli.generate")
     drawn = generate_.Sampling(temperature, top_k, top_p)
     said = (config, batch, prompt, new, dtype, device, layers, drawn)
-    generate_.run(generate_.Options(*said, weights=weights))
+    generate_.run(generate_.Options(*said, weights=weights, head=head))
 
 
 @app.command(context_settings=VARIANT, add_help_option=False)

@@ -36,6 +36,7 @@ class Options(NamedTuple):
     sampling: Sampling = Sampling()
     seed: int = 0
     weights: str | None = None  # the scheme by which products' weights are quantized
+    head: str | None = None  # the one by which the head is
 
 
 class Rates(NamedTuple):
@@ -70,6 +71,7 @@ def run(options: Options) -> None:
 def title(parameters: int, options: Options, device: str) -> str:
     """What is about to be measured."""
     codes = "" if options.weights is None else f", layers' products in {options.weights},"
+    codes += "" if options.head is None else f" the head in {options.head},"
     return (
         f"{options.config} with random weights: {parameters / 1e6:,.1f} M parameters in "
         f"{options.dtype}{codes} on {device}; batch {options.batch}, {options.prompt} + "
@@ -137,7 +139,7 @@ def _decoder(config: ModelConfig, options: Options, device: str) -> Decoder:
         )
     return Decoder(
         config, random_weights(config, dtype, device, options.seed), max_batch=options.batch,
-        max_length=length, quantize=options.weights,
+        max_length=length, quantize=options.weights, quantize_head=options.head,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from fkjit.models.config import ModelConfig
 from fkjit.models.network import Network
 from fkjit.models.plan import StepPlan, checked
 from fkjit.models.prefill import Piece, prefill
-from fkjit.models.quantized import keeper
+from fkjit.models.quantized import keeper, with_head
 from fkjit.models.sampling import Sampling, mode_of, pick
 from fkjit.models.slots import Slots, Starting
 from fkjit.models.step import Launched, Steps
@@ -81,6 +81,8 @@ class Decoder:
             codes as they are read; embedding, head, norms and biases stay numbers. "int4_group" and
             "int8_group" leave activations as they are; with the others ("fp8_row", "fp8_block",
             "fp8_tensor", "int8_row") each product quantizes what comes in. None: all are numbers.
+        quantize_head: a scheme for the head alone, to which logits are more sensitive than to other
+            weights; where it is the embedding as well, that one stays numbers. None: numbers.
 
     Raises:
         ParameterError, ArgumentTypeError: a configuration or weights that do not fit, other dtypes.
@@ -106,9 +108,11 @@ class Decoder:
         graphs: bool = True,
         plan: StepPlan | str | None = None,
         quantize: str | None = None,
+        quantize_head: str | None = None,
     ) -> None:
         self.config = ModelConfig.of(config)
         held = self._weights(weights, dtype, device, keeper(self.config, quantize))
+        held = with_head(held, self.config, quantize_head)
         longest = min(self.config.max_length, LONGEST) if max_length is None else max_length
         self.max_batch = whole(_CALL, "max_batch", max_batch, 1, 4096)
         self.max_length = whole(_CALL, "max_length", longest, 2, self.config.max_length)

@@ -43,7 +43,7 @@ class Network:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config, self.weights = config, weights
-        self.codes = scheme_of(weights.layers)
+        self.codes = scheme_of(weights)
 
     def fits(self, rows: int) -> bool:
         """Whether so many tokens can have five launches a layer."""

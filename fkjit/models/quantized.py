@@ -1,14 +1,14 @@
-"""A layer's products with weights of codes; embedding, head, norms and biases stay numbers."""
+"""Products with weights of codes; embedding, norms and biases stay numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from fkjit.arguments import one_of
 from fkjit.errors import ParameterError
 from fkjit.models.config import ModelConfig
-from fkjit.models.weights import Affine, Layer
+from fkjit.models.weights import Affine, Layer, Weights
 from fkjit.ops.quantize.call import quantize
 from fkjit.ops.quantize.product import EVEN
 from fkjit.ops.quantize.schemes import (
@@ -42,11 +42,25 @@ def keeper(config: ModelConfig, scheme: str | None) -> Callable[[Layer], Layer]:
     return kept
 
 
-def scheme_of(layers: Iterable[Layer]) -> str | None:
+def scheme_of(weights: Weights) -> str | None:
     """Of the weights that are codes; "": of several schemes. None: all are numbers."""
-    weights = (getattr(layer, name).weight for layer in layers for name in PRODUCTS)
-    found = {one.scheme for one in weights if isinstance(one, QuantizedTensor)}
+    layers = (getattr(layer, name).weight for layer in weights.layers for name in PRODUCTS)
+    found = {one.scheme for one in (*layers, weights.head) if isinstance(one, QuantizedTensor)}
     return None if not found else found.pop() if len(found) == 1 else ""
+
+
+def with_head(weights: Weights, config: ModelConfig, scheme: str | None) -> Weights:
+    """The head as codes by the scheme; None, or a head that is codes already: as it is."""
+    if scheme is None:
+        return weights
+    one_of(_CALL, "quantize_head", scheme, tuple(SCHEMES))
+    even = EVEN[SCHEMES[scheme].code]
+    if config.hidden % even:
+        raise ParameterError(
+            f"{_CALL}: quantize_head={scheme!r} and {config.hidden} columns; allowed: a multiple "
+            f"of {even}"
+        )
+    return weights._replace(head=_codes(Affine(weights.head), scheme).weight)
 
 
 def described(scheme: str, n: int, k: int, dtype: str) -> QuantizedTensor:

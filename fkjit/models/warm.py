@@ -91,7 +91,7 @@ def calls(
                        | set(batches)):  # fmt: skip
         steps = usual(model, size, quantize, capability)
         if steps.whole:
-            yield maker.step(size)
+            yield from (maker.step(size, length) for length in (prompt, LONGEST))
         elif steps.streamed:
             yield from maker.streamed(size)
         else:
@@ -129,8 +129,8 @@ class _Maker:
         fused = plan.fused and fits(self.model, rows, self.scheme)
         yield from self._five(rows) if fused else self._eight(rows, plan)
 
-    def step(self, rows: int) -> Call:
-        """All of a step, in one launch."""
+    def step(self, rows: int, length: int) -> Call:
+        """All of a step, in one launch, of a Decoder with room for sequences of that length."""
         model, array, learned = self.model, self.array, self.model.theta is None
         vector, table = array(model.hidden), array(model.vocabulary, model.hidden)
         each, all_rows = array(rows, dtype="int32"), array(rows, dtype="int32")
@@ -140,11 +140,11 @@ class _Maker:
             array(rows, dtype="int64"), each, each, each, table,
             array(model.max_length, model.hidden) if learned else None, table,
             array(model.layers, LAYER_WORDS, dtype="int64"), vector, vector if learned else None,
-            table, None if learned else array(LONGEST, model.head_dim, dtype="fp32"),
+            table, None, None if learned else array(LONGEST, model.head_dim, dtype="fp32"),
             array(rows, longest, dtype="int32"), all_rows, all_rows, pages, None,
         )  # fmt: skip
-        codes, length = self.scheme is not None, min(model.max_length, LONGEST)
-        return Call("decode_step", (arrays, model_of(model, "nhd", PAGE_SIZE, codes, length)), {})
+        said = (self.scheme is not None, min(model.max_length, length))
+        return Call("decode_step", (arrays, model_of(model, "nhd", PAGE_SIZE, *said)), {})
 
     def streamed(self, rows: int) -> Iterator[Call]:
         """A step whose products fetch their weight early."""

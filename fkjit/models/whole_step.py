@@ -39,6 +39,8 @@ class WholeStep:
         table = layer_table(base.data_ptr(), layers, list(config.windows))
         torch = torch_ops.torch_seen()
         self._base, self._kept = base, layers
+        kind = weights.embedding.dtype
+        self._head = (_numbers(weights.head).view(kind), _scales(weights.head))
         self._exchanges: dict[int, Any] = {}
         self._table = torch.from_numpy(table).to(base.device)
         like = torch.zeros(1, dtype=torch.float32, device=base.device)
@@ -54,7 +56,7 @@ class WholeStep:
         arrays = Arrays(
             state.tokens, state.positions, state.active, state.rows, weights.embedding,
             weights.positions, self._base, self._table, weights.norm.weight, weights.norm.bias,
-            weights.head, self._angles, cache.page_table, cache.capacities, cache.lengths,
+            *self._head, self._angles, cache.page_table, cache.capacities, cache.lengths,
             cache.all_pages, exchange,
         )  # fmt: skip
         return decode_step(arrays, logits, self.model._replace(advance=advance))

@@ -41,7 +41,10 @@ constexpr bool ROPE = ${rope}, GATE = ${gate};
 constexpr bool CODES = ${codes};                  // weights of layers' products are of int4
 constexpr int D = ${head_dim}, GROUP = ${group};  // query heads of a key head
 constexpr int OWN = ${own};                       // of those in a work item of attention
-constexpr int MOST = ${most};                     // rows there is room for
+constexpr bool JOINED = ${joined};  // whoever takes a head merges its work items' outcomes ...
+constexpr int SPLITS = ${splits};   // ... of which there are so many
+constexpr int MOST = ${most};       // rows there is room for
+constexpr int COPIES = ${copies};   // of words that all blocks wait for
 constexpr int WARPS = ${warps}, FETCHERS = ${fetchers};
 constexpr int COLUMNS = ${columns};  // of a weight in a stage of the ring
 constexpr int STAGES = ${stages}, FLIGHT = ${flight};
@@ -54,9 +57,9 @@ struct Meet {
   __device__ __forceinline__ void operator()() const { named_barrier_wait_aligned<THREADS>(1); }
 };
 using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS, CODES>;
-constexpr int TAKEN = MOST < 4 && OWN == 1 ? 8 : 4;  // as registers permit
-using Rows = GatheredRows<elem_t, WARPS, CENTERED, MOST, TAKEN, Meet>;
-using Heads = DecodeHeads<elem_t, D, GROUP, OWN, WARPS, ROPE>;
+using Rows = GatheredRows<elem_t, Ring, WARPS, CENTERED, MOST, Meet>;
+using Shown = Copies<COPIES, u32>;
+using Heads = DecodeHeads<elem_t, D, GROUP, OWN, WARPS, ROPE, JOINED, Shown>;
 static_assert(MOST <= 8, "columns of a product of tensor cores");
 static_assert(sizeof(typename Heads::Shared) <= ROOM - ASIDE, "attention has its room");
 
@@ -78,19 +81,28 @@ struct Between {
   const DecodeModel& model;
   __device__ __forceinline__ u64* qkv() const { return pairs(model.qkv); }
   __device__ __forceinline__ u64* partials() const { return pairs(model.partials); }
-  __device__ __forceinline__ u32* stream() const { return exchange + model.stream; }
-  __device__ __forceinline__ u32* attended() const { return exchange + model.attended; }
-  __device__ __forceinline__ u32* inner() const { return exchange + model.inner; }
+  // JOINED, where `partials` are otherwise.
+  __device__ __forceinline__ Shown parts() const {
+    return shown(model.partials, model.heads_q * SPLITS * (D + 4));
+  }
+  __device__ __forceinline__ Shown stream() const { return shown(model.stream, model.hidden); }
+  __device__ __forceinline__ Shown attended() const {
+    return shown(model.attended, model.heads_q * D);
+  }
+  __device__ __forceinline__ Shown inner() const { return shown(model.inner, model.mlp); }
   // Without tags.
   __device__ __forceinline__ u32* largest() const { return exchange + model.largest; }
 
  private:
+  __device__ __forceinline__ Shown shown(int first, int of_row) const {
+    return {exchange + first, model.m * of_row};
+  }
   __device__ __forceinline__ u64* pairs(int first) const {
     return reinterpret_cast<u64*>(exchange + first);
   }
 };
 
-using Sums = TileSums<elem_t, Ring, WARPS, MOST>;
+using Sums = TileSums<elem_t, Ring, WARPS, MOST, Meet>;
 struct Wanted {  // of an output, as loaded: to convert is to wait
   elem_t x, y;   // biases
   u32 word;      // of the stream
@@ -101,9 +113,9 @@ __device__ __forceinline__ elem_t bias_at(const elem_t* bias, int column) {
 }
 
 // Tokens' rows of the embedding, shared out over the grid.
-__device__ __forceinline__ void embed(u32* stream, u32 tag, const i64* tokens, const int* positions,
-                                      const elem_t* embedding, const elem_t* position_embedding,
-                                      int m, int hidden) {
+__device__ __forceinline__ void embed(const Shown& stream, u32 tag, const i64* tokens,
+                                      const int* positions, const elem_t* embedding,
+                                      const elem_t* position_embedding, int m, int hidden) {
   for (int i = blockIdx.x * THREADS + threadIdx.x; i < m * hidden; i += gridDim.x * THREADS) {
     const int row = i / hidden, column = i % hidden;
     elem_t x = embedding[tokens[row] * hidden + column];
@@ -112,7 +124,7 @@ __device__ __forceinline__ void embed(u32* stream, u32 tag, const i64* tokens, c
           static_cast<float>(x) +
           static_cast<float>(
               position_embedding[static_cast<i64>(positions[row]) * hidden + column]));
-    store_word(stream + i, tagged(x, tag));
+    stream.store(i, tagged(x, tag));
   }
 }
 
@@ -135,6 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
                const elem_t* __restrict__ norm_weight,  // [hidden]
                const elem_t* __restrict__ norm_bias,    // [hidden], or null
                const elem_t* __restrict__ head,         // [vocabulary, hidden]
+               const elem_t* __restrict__ head_scales,  // of its codes; null: it is numbers
                const float* __restrict__ table,         // [table_rows, D], or null
                const int* page_table,                   // [max_sequences, max_pages]
                const int* capacities,                   // [max_sequences]
@@ -153,10 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   const int m = model.m, hidden = model.hidden, dim_q = model.heads_q * D;
   const int heads = (model.heads_q + 2 * model.heads_kv) * D;
   Ring ring(shared_address(shared) + ROOM, shared_address(barriers));
-  if (threadIdx.x == 0) {
-    Sums::make_barriers(sums);
-    ring.make_barriers();
-  }
+  if (threadIdx.x == 0) ring.make_barriers();
   const DecodeState state = {
       rows_of_cache,       positions,
       page_table,          lengths,
@@ -164,7 +174,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       model.max_sequences, model.max_pages,
       model.table_rows,    model.heads_kv,
       model.splits,        model.scale};
-  const int splits = model.splits, items = m * model.heads_kv * Heads::PARTS * splits;
+  const int splits = JOINED ? SPLITS : model.splits,
+            items = m * model.heads_kv * Heads::PARTS * splits;
   const u32 launches = load_word(exchange);
   const Between at = {exchange, model};
   const u32 first_tag = launches * model.layers + 1,
@@ -172,8 +183,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   const bool attends = blockIdx.x < items;
   const auto heads_of = [&](int n) {
     elem_t* const own = pages + 2 * n * model.plane;
-    return DecodeLayer<elem_t>{at.qkv(),      at.attended(), at.partials(),
-                               first_tag + n, own,           own + model.plane};
+    return DecodeLayer<elem_t, Shown>{at.qkv(),      at.attended(), at.partials(),    at.parts(),
+                                      first_tag + n, own,           own + model.plane};
   };
 
   // What this block has of each product, and of attention.
@@ -184,14 +195,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   };
   for (int p = threadIdx.x; p < products; p += blockDim.x) {
     const int kind = p == products - 1 ? HEAD : p % 4;
-    Product<elem_t> made = {head, nullptr, norm_weight, norm_bias, nullptr};
+    Product<elem_t> made = {head, nullptr, norm_weight, norm_bias, head_scales};
     if (kind != HEAD) made = product_of(weights, table_of_layers[p / 4], kind);
     share_out(made,
               kind == QKV    ? heads
               : kind == UP   ? model.mlp
               : kind == HEAD ? model.vocabulary
                              : hidden,
-              ceil_div(inputs_of(kind), Ring::columns_of(made.scales != nullptr)), p);
+              2 * ceil_div(inputs_of(kind), Ring::columns_of(made.scales != nullptr)), p);
     list[p] = made;
   }
   if (attends) {
@@ -207,20 +218,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       const int kind = p == products - 1 ? HEAD : p % 4;
       return typename Ring::Source(list[p], model.mlp, inputs_of(kind), GATE && kind == UP);
     };
-#pragma unroll 1
-    for (int p = 0; p < products; ++p) {
+    ring.fetch(products, source_of, [&](int p) {
       const Product<elem_t>& next = list[p];
       const int kind = p == products - 1 ? HEAD : p % 4;
-      if (threadIdx.x < THREADS + 32) {
-        prefetch_small(next.norm, hidden), prefetch_small(next.norm_bias, hidden);
-        prefetch_small(next.bias, kind == QKV  ? heads
-                                  : kind != UP ? hidden
-                                               : (GATE + 1) * model.mlp);
-        if (kind == OUT && attends)
-          Heads::prefetch(state, heads_of(p / 4), DecodeSpan(item, splits, next.window));
-      }
-      ring.fetch(p, products, source_of);
-    }
+      if (threadIdx.x >= THREADS + 32) return;
+      prefetch_small(next.norm, hidden), prefetch_small(next.norm_bias, hidden);
+      prefetch_small(next.bias, kind == QKV ? heads : kind != UP ? hidden : (GATE + 1) * model.mlp);
+      if (kind == OUT && attends)
+        Heads::prefetch(state, heads_of(p / 4), DecodeSpan(item, splits, next.window));
+    });
     return;
   }
 
@@ -249,29 +255,32 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       meet();
     }
 
-    const typename Sums::Work work(sums_of, own, k, halves);
+    const typename Sums::Work work(own, halves);
     const elem_t* const bias = own.bias;
     Wanted wanted[Sums::EACH] = {};
     const auto before = [&](int i, int row, int column) {
       wanted[i].x = bias_at(bias, column);
       if (halves) wanted[i].y = bias_at(bias, model.mlp + column);
       if (kind == OUT || kind == DOWN)
-        wanted[i].word = load_word(at.stream() + row * hidden + column);
+        wanted[i].word = load_word(at.stream().own() + row * hidden + column);
     };
 
-    // 3. Rows, normalised or as they are.
-    sums_of.expect(work, before);
+    // 3. Rows, normalised or as they are: of each warp the columns that it multiplies.
+    const typename Rows::Own columns(k, own.scales != nullptr);
+    work.each(0, m, [&](int i, int row, int column, int, int) { before(i, row, column); });
     if (own.norm != nullptr) {
       taken.load_factors(own.norm, own.norm_bias, hidden);
-      taken.normalise(own.norm, at.stream(), hidden, stream_tag, of_hidden, model.eps);
+      taken.normalise(own.norm, at.stream().own(), columns, stream_tag, of_hidden, model.eps);
+    } else if (JOINED && kind == OUT) {
+      taken.template join<D, SPLITS>(at.parts().own(), columns, tag);
     } else {
-      taken.gather(kind == OUT ? at.attended() : at.inner(), k, tag);
+      taken.gather((kind == OUT ? at.attended() : at.inner()).own(), columns, tag);
     }
-    meet();
+    __syncwarp();
 
     // 4. The block's outputs: heads of q, k and v; added to the stream; up with its activation; logits,
     //    and the largest of them.
-    sums_of.product(work, rows, k, halves, before, [&](int i, int row, int column, float2 sum) {
+    sums_of.product(work, rows, k, before, [&](int i, int row, int column, float2 sum) {
       if (Rows::LATE && own.norm != nullptr) {
         const float by = taken.late(row, of_hidden, model.eps);
         sum.x *= by, sum.y *= by;
@@ -282,31 +291,31 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       } else if (kind == UP) {
         y = Activation::value(y);
         if (GATE) y *= sum.y + static_cast<float>(wanted[i].y);
-        store_word(at.inner() + row * model.mlp + column, tagged(static_cast<elem_t>(y), tag));
+        at.inner().store(row * model.mlp + column, tagged(static_cast<elem_t>(y), tag));
       } else if (kind == HEAD) {
         logits[row * static_cast<i64>(model.logits_stride) + column] = sum.x;
         best[i].see(sum.x, column);
       } else {
         y += static_cast<float>(number<elem_t>(wanted[i].word));
-        store_word(at.stream() + row * hidden + column,
-                   tagged(static_cast<elem_t>(y), stream_tag + 1));
+        at.stream().store(row * hidden + column, tagged(static_cast<elem_t>(y), stream_tag + 1));
       }
     });
-    meet();  // the rows are read
   }
 
   // 5. The largest of the block's; the last block has the largest of all.
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-  Largest* const of_warps = reinterpret_cast<Largest*>(shared);  // [m][WARPS]
+  constexpr int WARPS_OF_ROW = Sums::PLACES * Ring::TILE / WARP_SIZE;
+  Largest* const of_warps = reinterpret_cast<Largest*>(shared);  // [m][WARPS_OF_ROW]
 #pragma unroll
   for (int i = 0; i < Sums::EACH; ++i) {
-    const Largest most = best[i].of_lanes<Ring::ROWS>();
-    const int row = (lane + i * WARP_SIZE) / Ring::ROWS;
-    if (lane % Ring::ROWS == 0 && row < m) of_warps[row * WARPS + warp] = most;
+    const Largest most = best[i].of_lanes<WARP_SIZE>();
+    const int at = warp + i * WARPS;
+    if (lane == 0 && at < m * WARPS_OF_ROW) of_warps[at] = most;
   }
   meet();
   if (warp < m) {
-    const Largest most = of_warps[warp * WARPS + lane % WARPS].of_lanes<WARPS>();
+    const Largest most =
+        of_warps[warp * WARPS_OF_ROW + lane % WARPS_OF_ROW].of_lanes<WARPS_OF_ROW>();
     if (lane == 0) most.store(at.largest(), warp * gridDim.x + blockIdx.x);
   }
   meet();

@@ -6,8 +6,9 @@
 //   like q are rounded to T first
 //   keys are shared out: over SPLITS work items of a sequence and OWN heads, and in one over the block's
 //   warps and a warp's groups of lanes, each with a maximum and a sum of its own (online softmax)
-//   last, warps' sums are merged, and each work item of a head merges a part of the columns of all of
-//   them, in their order: the same bits every time
+//   last, warps' sums are merged; then either (JOINED) whoever takes what was attended merges the work
+//   items' outcomes of a head, or each item of a head merges a part of the columns of all of them: in
+//   their order, so that the bits are the same every time
 #pragma once
 #include "kv/place.cuh"
 #include "ptx/math.cuh"
@@ -17,11 +18,12 @@
 #include "tile/vector.cuh"
 
 // Of one layer, of all sequences of the step.
-template <typename T>
+template <typename T, typename Shown>
 struct DecodeLayer {
   const u64* qkv;  // words [m, heads_q + 2 heads_kv, D]
-  u32* attended;   // words [m, heads_q, D]
+  Shown attended;  // words [m, heads_q, D]
   u64* partials;   // words [work items][OWN][D + 2]
+  Shown parts;     // JOINED: words [work items][D and 4], see GatheredRows
   u32 tag;         // of all these
   T *k_pages, *v_pages;
 };
@@ -88,8 +90,10 @@ struct DecodeSpan {
   __device__ __forceinline__ int cached() const { return last - fresh; }
 };
 
-template <typename T, int D, int GROUP, int OWN, int WARPS, bool ROPE>
+template <typename T, int D, int GROUP, int OWN, int WARPS, bool ROPE, bool JOINED, typename Shown>
 struct DecodeHeads {
+  using Layer = DecodeLayer<T, Shown>;
+  static_assert(!JOINED || OWN == 1, "an item has one head's outcome");
   static constexpr int SIZE = Vector<T>::SIZE, LANES = D / SIZE, KEYS = WARP_SIZE / LANES;
   static constexpr int THREADS = 32 * WARPS, WIDE = D + 2;
   static_assert(D % SIZE == 0 && WARP_SIZE % LANES == 0 && GROUP % OWN == 0, "groups of lanes");
@@ -105,7 +109,7 @@ struct DecodeHeads {
   struct Key {
     Vector<T> k = {}, v = {};
     Key() = default;
-    __device__ __forceinline__ Key(const DecodeState& state, const DecodeLayer<T>& layer,
+    __device__ __forceinline__ Key(const DecodeState& state, const Layer& layer,
                                    const DecodeSpan& span, int key) {
       const bool there = key < span.cached();
       const i64 at = there ? span.item.offset(state.pool, key) + threadIdx.x % LANES * SIZE : 0;
@@ -119,8 +123,7 @@ struct DecodeHeads {
   };
 
   // Keys and values come to L2.
-  static __device__ __forceinline__ void prefetch(const DecodeState& state,
-                                                  const DecodeLayer<T>& layer,
+  static __device__ __forceinline__ void prefetch(const DecodeState& state, const Layer& layer,
                                                   const DecodeSpan& span) {
 #pragma unroll 1
     for (int key = span.first + threadIdx.x % WARP_SIZE; key < span.cached(); key += WARP_SIZE) {
@@ -135,7 +138,7 @@ struct DecodeHeads {
   // The first keys of each group of lanes are on their way while q is waited for.
   template <typename Meet>
   static __device__ __forceinline__ void attend(Shared& shared, const DecodeState& state,
-                                                const DecodeLayer<T>& layer, const DecodeSpan& span,
+                                                const Layer& layer, const DecodeSpan& span,
                                                 const float* angles, const Meet& meet) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int cached = span.cached();
@@ -154,15 +157,16 @@ struct DecodeHeads {
       for (int j = 0; j < SIZE; ++j) q[g][j] = shared.q[g][lane % LANES * SIZE + j];
     }
 #pragma unroll 1
-    for (int first = span.first; first < span.last; first += STEP, key += STEP) {
-      if (key == cached && span.fresh) {
-        const T* const own = shared.fresh[0] + lane % LANES * SIZE;
-        keys[0].k = load_vector(own), keys[0].v = load_vector(own + D);
-      }
-      add(sums, q, keys[0].k, keys[0].v, key < span.last);
+    for (int first = span.first; first < span.last; first += DEPTH * STEP, key += DEPTH * STEP) {
 #pragma unroll
-      for (int i = 0; i < DEPTH - 1; ++i) keys[i] = keys[i + 1];
-      keys[DEPTH - 1] = Key(state, layer, span, key + DEPTH * STEP);
+      for (int i = 0; i < DEPTH; ++i)
+        if (key + i * STEP == cached && span.fresh) {
+          const T* const own = shared.fresh[0] + lane % LANES * SIZE;
+          keys[i].k = load_vector(own), keys[i].v = load_vector(own + D);
+        }
+      add(sums, q, keys, span.last - key);
+#pragma unroll
+      for (int i = 0; i < DEPTH; ++i) keys[i] = Key(state, layer, span, key + (DEPTH + i) * STEP);
     }
     merge_lanes(sums);
     if (lane < LANES) {
@@ -190,7 +194,7 @@ struct DecodeHeads {
  private:
   // q, and the new token's k and v, turned and rounded, to shared memory; k and v to the cache.
   static __device__ __forceinline__ void turn(Shared& shared, const DecodeState& state,
-                                              const DecodeLayer<T>& layer, const DecodeSpan& span,
+                                              const Layer& layer, const DecodeSpan& span,
                                               const float* angles) {
     constexpr int HALF = D / 2;
     const int heads_q = state.heads_kv * GROUP, own_head = span.item.head;
@@ -205,9 +209,7 @@ struct DecodeHeads {
       const u64* const low_word = source + from * D + pair;
       const float cosine = ROPE ? angles[pair] : 1.f, sine = ROPE ? angles[pair + HALF] : 0.f;
       u64 words[2];
-      await(
-          words, layer.tag, [&](int i) { return load_word(low_word + i * HALF); },
-          [](int) { return true; });
+      await(words, layer.tag, [&](int i) { return low_word + i * HALF; }, [](int) { return true; });
       float a = number(words[0]), b = number(words[1]);
       if (ROPE && head <= OWN) {
         const float turned = a * cosine - b * sine;
@@ -226,20 +228,36 @@ struct DecodeHeads {
     }
   }
 
+  // DEPTH keys, STEP apart; those from `rest` on are none. Their scores do not wait for one another.
   static __device__ __forceinline__ void add(Sums& sums, const float (&q)[OWN][SIZE],
-                                             const Vector<T>& k, const Vector<T>& v, bool there) {
+                                             const Key (&keys)[DEPTH], int rest) {
 #pragma unroll
     for (int g = 0; g < OWN; ++g) {
-      float score = 0.f;
+      float scores[DEPTH], top = sums.top[g];
 #pragma unroll
-      for (int j = 0; j < SIZE; ++j) score += q[g][j] * k.get(j);
-      score = lanes_sum<LANES>(score);
-      if (!there) continue;
-      const float top = max_or_nan(sums.top[g], score);
-      const float old = exp2_fast(sums.top[g] - top), weight = exp2_fast(score - top);
-      sums.top[g] = top, sums.total[g] = sums.total[g] * old + weight;
+      for (int i = 0; i < DEPTH; ++i) {
+        scores[i] = 0.f;
 #pragma unroll
-      for (int j = 0; j < SIZE; ++j) sums.value[g][j] = sums.value[g][j] * old + weight * v.get(j);
+        for (int j = 0; j < SIZE; ++j) scores[i] += q[g][j] * keys[i].k.get(j);
+      }
+#pragma unroll
+      for (int i = 0; i < DEPTH; ++i) {
+        scores[i] = lanes_sum<LANES>(scores[i]);
+        if (i * STEP >= rest) scores[i] = NEG_INFINITY;
+        top = max_or_nan(top, scores[i]);
+      }
+      if (top == NEG_INFINITY) continue;
+      const float old = exp2_fast(sums.top[g] - top);
+      sums.top[g] = top, sums.total[g] *= old;
+#pragma unroll
+      for (int j = 0; j < SIZE; ++j) sums.value[g][j] *= old;
+#pragma unroll
+      for (int i = 0; i < DEPTH; ++i) {
+        const float weight = exp2_fast(scores[i] - top);
+        sums.total[g] += weight;
+#pragma unroll
+        for (int j = 0; j < SIZE; ++j) sums.value[g][j] += weight * keys[i].v.get(j);
+      }
     }
   }
 
@@ -283,6 +301,9 @@ struct DecodeHeads {
     __device__ __forceinline__ T result() const {
       return static_cast<T>(total == 0.f ? 0.f : value * inverse_fast(total));
     }
+    __device__ __forceinline__ float log() const {
+      return total == 0.f ? NEG_INFINITY : top + log2_fast(total);
+    }
   };
 
   // All warps' of one column. Their shares do not wait for one another.
@@ -304,17 +325,22 @@ struct DecodeHeads {
 
   // The warps' sums to the others with the same head, and theirs to what was attended.
   static __device__ __forceinline__ void finish(const Shared& shared, const DecodeState& state,
-                                                const DecodeLayer<T>& layer,
-                                                const DecodeItem& item) {
+                                                const Layer& layer, const DecodeItem& item) {
     constexpr int COLUMNS = OWN * D, STEP = OWN * WIDE;
     const int splits = state.splits, team = item.team;
-    u32* const target = layer.attended + wide(team, COLUMNS);
+    const int target = team * COLUMNS;
     u64* const own = layer.partials + wide(item.number, STEP);
     for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
       const int head = i / D, column = i % D;
       const Merged sums = of_warps(shared, head, column);
+      if constexpr (JOINED) {
+        const int part = item.number * (D + 4);
+        layer.parts.store(part + i, tagged(sums.result(), layer.tag));
+        if (i == 0) layer.parts.store_pair(part + D, tagged(sums.log(), layer.tag));
+        continue;
+      }
       if (splits == 1) {
-        store_word(target + i, tagged(sums.result(), layer.tag));
+        layer.attended.store(target + i, tagged(sums.result(), layer.tag));
         continue;
       }
       store_word(own + head * WIDE + column, tagged(sums.value, layer.tag));
@@ -323,14 +349,16 @@ struct DecodeHeads {
         store_word(own + head * WIDE + D + 1, tagged(sums.total, layer.tag));
       }
     }
-    if (splits == 1) return;
-    merge_items(layer.partials + wide(team * splits, STEP), splits, item, layer.tag, target);
+    if (JOINED || splits == 1) return;
+    merge_items(layer.partials + wide(team * splits, STEP), splits, item, layer.tag, layer.attended,
+                target);
   }
 
   // Columns of all items of a head, whose sums are `from` and STEP behind each other. Neighbouring
   // lanes have a column, each every so-many-th item's, and add up in pairs.
   static __device__ __forceinline__ void merge_items(const u64* from, int splits,
-                                                     const DecodeItem& item, u32 tag, u32* target) {
+                                                     const DecodeItem& item, u32 tag,
+                                                     const Shown& attended, int target) {
     constexpr int STEP = OWN * WIDE;
     const int lanes = 1 << item.lanes_log2, own = threadIdx.x & (lanes - 1), end = item.end_column;
     const int thread = threadIdx.x >> item.lanes_log2, each = THREADS >> item.lanes_log2;
@@ -342,7 +370,7 @@ struct DecodeHeads {
         const u64 *const top = head + other * STEP + D, *const value = top - D + column % D;
         const u64* const from[] = {top, value, top + 1};
         u64 words[3];
-        await(words, tag, [&](int i) { return load_word(from[i]); }, [](int) { return true; });
+        await(words, tag, [&](int i) { return from[i]; }, [](int) { return true; });
         const Merged one = {number(words[0]), number(words[1]), number(words[2])};
         sums.add(one);
       }
@@ -353,7 +381,7 @@ struct DecodeHeads {
         other.total = __shfl_xor_sync(FULL_MASK, sums.total, distance);
         sums.add(other);
       }
-      if (own == 0 && i < end) store_word(target + i, tagged(sums.result(), tag));
+      if (own == 0 && i < end) attended.store(target + i, tagged(sums.result(), tag));
     }
   }
 };

@@ -61,9 +61,10 @@ def test_the_line_for_people():
     cell = {"case": "bf16 B1 S128", "apart": 0.0}
     cells = [
         {**cell, "candidate": name, "elapsed": {"p50": ms}, "host": {"p50": ms / 2}}
-        for name, ms in (("eager", 3.0), ("graph", 1.0))
+        for name, ms in (("eager", 3.0), ("graph", 1.0), ("decoder", 0.5))
     ]
     assert line(*cells) == (
-        "bf16 B1 S128: eager 3000 us a step (host 1500), graph 1000 us a step (host 500): 3.00 "
-        "times as fast; logits apart by 0"
+        "bf16 B1 S128: eager 3000 us a step (host 1500); graph 1000 us a step (host 500), 3.00 "
+        "times as fast, logits apart by 0; decoder 500 us a step (host 250), 6.00 times as fast, "
+        "logits apart by 0"
     )

@@ -115,13 +115,14 @@ def test_a_step_with_weights_of_int4_has_the_logits_of_many_launches(launched):
         for plan in (WHOLE, StepPlan()):
             decoder = Decoder(
                 config, weights, dtype="fp16", device="cpu", max_batch=1, max_length=32,
-                page_size=8, plan=plan, quantize="int4_group",
+                page_size=8, plan=plan, quantize="int4_group", quantize_head="int4_group",
             )  # fmt: skip
             decoder.submit([3, 4], max_new_tokens=3)
             decoder.advance()
             decoder.advance()
             found.append(decoder._steps._logits.rows(1)[0].double().clone())
     assert launched.count("decode_step.whole") == 1
+    assert decoder.weights.head.scheme == "int4_group"
     assert float((found[0] - found[1]).norm() / found[1].norm()) < 3e-3
 
 

@@ -22,7 +22,6 @@ from fkjit.runtime.interop import CPU, View
 _CALL = "decode_step"
 _SPAN, _GROUP = 32, 128  # columns of a weight that a warp takes at a time; of codes
 _CPU_BLOCKS = 4
-_ITEMS = 4  # of a query head, at least, where it has items of its own
 Ring = tuple[int, int, int, int]
 
 
@@ -52,8 +51,8 @@ class Model(NamedTuple):
     """What a step's kernel is made for. heads_q, heads_kv, head_dim, mlp, eps: as a ModelConfig's.
     advance: whether tokens and positions become the next ones, by the largest logits. codes: some
     weights of layers are of int4. long: sequences may be long, so that keys are read once rather
-    than for each query head. ring: columns of a stage, stages, those under way, warps that
-    fetch; None: the usual."""
+    than for each query head. ring: columns of a stage, stages, warps that fetch, stages
+    of each under way; None: the usual."""
 
     heads_q: int
     heads_kv: int
@@ -72,7 +71,8 @@ class Model(NamedTuple):
 
 class Arrays(NamedTuple):
     """tokens int64, positions, active and rows int32 [m]; rows below 0 are no sequences. embedding
-    and head [vocabulary, hidden]. weights: where all arrays of the layers are, by table_of_layers,
+    and head [vocabulary, hidden]; with head_scales the head is codes of int4, as in LayerArrays, as
+    elements of 16 bits. weights: where all arrays of the layers are, by table_of_layers,
     int64 [layers, LAYER_WORDS] (`layer_table`). exchange: int32, `exchange_words` zeros when it is
     new, for steps of so many sequences alone, one after the other. table: of
     `fkjit.rope_table`, None: nothing turns. The rest is a PagedKVCache's."""
@@ -88,6 +88,7 @@ class Arrays(NamedTuple):
     norm_weight: Any
     norm_bias: Any
     head: Any
+    head_scales: Any
     table: Any
     page_table: Any
     capacities: Any
@@ -136,13 +137,19 @@ def _spans(model: Model) -> int:
 
 def splits_of(model: Model, rows: int, blocks: int) -> int:
     """Work items of a sequence and its heads: together no more than there are blocks."""
+    if joins(model, rows, blocks):
+        return kernel.JOINED_SPLITS
     return max(1, blocks * own_heads(model, rows, blocks) // (rows * model.heads_q))
+
+
+def joins(model: Model, rows: int, blocks: int) -> bool:
+    """Whether each query head has work items of its own, which are merged by who takes them."""
+    return not model.long and kernel.JOINED_SPLITS * rows * model.heads_q <= blocks
 
 
 def own_heads(model: Model, rows: int, blocks: int) -> int:
     """Query heads of a work item of attention: one, or all of a key head."""
-    one = not model.long and _ITEMS * rows * model.heads_q <= blocks
-    return 1 if one else model.heads_q // model.heads_kv
+    return 1 if joins(model, rows, blocks) else model.heads_q // model.heads_kv
 
 
 def exchange_words(model: Model, rows: int, hidden: int, blocks: int) -> int:
@@ -169,7 +176,7 @@ def prepare(arrays: Arrays, model: Model) -> None:
     """Compile and load what `decode_step` with the same arguments needs; launches nothing. Without
     an `exchange` it is as large as it has to be."""
     if arrays.exchange is None:
-        device, (m, hidden) = arrays.tokens.device, (arrays.tokens.shape[0], arrays.head.shape[1])
+        device, m, hidden = arrays.tokens.device, arrays.tokens.shape[0], arrays.embedding.shape[1]
         words = exchange_words(model, m, hidden, blocks_on(device))
         arrays = arrays._replace(exchange=abstract.made((words,), "int32", None, device))
     _OP.prepare((*arrays, None, None), model)
@@ -194,12 +201,13 @@ def _variant(
         return None
     space = kernel.ring_bytes(most, room)
     rings = kernel.RINGS if model.ring is None else (model.ring,)
-    ring = next((one for one in rings if kernel.ring_fits(one, model.codes, space)), None)
+    fitting = [one for one in rings if kernel.ring_fits(one, model.codes, space)]
+    ring = min(fitting, key=lambda one: hidden % one[0] > 0, default=None)  # the first whole one
     if ring is None:
         return None
     return {"most": most, "room": room, "aside": aside, "ring": ring, "group": group,
-            "own": own, "head_dim": dim, "activation": model.activation, "gate": model.gate,
-            "codes": model.codes}  # fmt: skip
+            "own": own, "joined": joins(model, rows, blocks), "head_dim": dim,
+            "activation": model.activation, "gate": model.gate, "codes": model.codes}  # fmt: skip
 
 
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:
@@ -212,10 +220,12 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
         "norm_weight",
         "norm_bias",
         "head",
+        "head_scales",
         "pages",
     )
     dtype = check_same_dtype(_CALL, {n: seen[n] for n in floats if n in seen}, ("fp16", "bf16"))
-    (m,), (vocabulary, hidden) = seen["tokens"].shape, seen["head"].shape
+    (m,), vocabulary = seen["tokens"].shape, seen["head"].shape[0]
+    hidden = seen["embedding"].shape[1]
     layers = seen["table_of_layers"].shape[0]
     _check_arrays(seen, model, m, hidden, layers)
     norm, blocks = "layer" if "norm_bias" in seen else "rms", blocks_on(seen["tokens"].device)
@@ -273,6 +283,11 @@ def _check_arrays(seen: Mapping[str, View], model: Model, m: int, hidden: int, l
         "page_table": (tuple(seen["page_table"].shape), "int32"),
         "capacities": ((rows,), "int32"), "lengths": ((rows,), "int32"),
     }  # fmt: skip
+    if "head_scales" in seen:
+        wanted["head"] = ((vocabulary, hidden // 4), None)
+        wanted["head_scales"] = ((vocabulary, -(-hidden // (8 * _GROUP)) * 8), None)
+        if not model.codes:
+            raise ParameterError(f"{_CALL}: head_scales of a model without codes; allowed: None")
     if "norm_bias" in seen:
         wanted["norm_bias"] = ((hidden,), None)
     if "position_embedding" in seen:
@@ -304,6 +319,6 @@ def _contiguous(view: View) -> bool:
 
 _OP = Op(
     _CALL, inputs=Arrays._fields, outputs=("logits", "largest"), check=_check,
-    optional=("position_embedding", "norm_bias", "table"),
+    optional=("position_embedding", "norm_bias", "head_scales", "table"),
     written=("tokens", "positions", "lengths", "pages", "exchange"),
 )  # fmt: skip

@@ -10,7 +10,13 @@ import numpy as np
 
 from fkjit.ops.gemm.cases import TOLERANCE, activated
 from fkjit.ops.rope.frequencies import rope_table
-from fkjit.ops.step.whole_kernel import LAYER_WORDS, NONE, SCALES, exchange_places
+from fkjit.ops.step.whole_kernel import (
+    JOINED_SPLITS,
+    LAYER_WORDS,
+    NONE,
+    SCALES,
+    exchange_places,
+)
 from fkjit.runtime.interop import numpy_dtype
 from fkjit.spec import Arrays, Params, Problem, Verification
 
@@ -21,6 +27,7 @@ _LAUNCHES = 3  # that came before
 _GROUP = 128  # codes that share a scale
 _SCALES = LAYER_WORDS - SCALES  # where they begin in a layer of the table
 _CODED = ("qkv", "out", "up", "down")
+_TOKENS, _LOGITS = 264, 552  # of the embedding; of the head, so that a block has many tiles
 _NAMES = ("norm", "norm_bias", "qkv", "qkv_bias", "out", "out_bias", "mlp_norm", "mlp_norm_bias",
           "up", "up_bias", "down", "down_bias")  # fmt: skip
 
@@ -29,31 +36,36 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """Of a window, biases, one sequence and several, one of which is none."""
     dim, group = params["head_dim"], params["group"]
     full = scale == "full"
-    blocks = 132 if full else 4 if params["own"] == group else 8
-    least = 2 if params["own"] == group else 1
+    joined = params["joined"]
+    heads = -(-32 // (group * dim))  # of keys: whole spans
+    few = JOINED_SPLITS * group * heads if joined else 4 if params["own"] == group else 8
+    blocks = 132 if full else few
+    least = heads if joined else 2 if params["own"] == group else 1
     heads_kv = max(least, -(-blocks // (group * dim)))  # every block has outputs of each product
     if params["codes"]:
         heads_kv = max(1, _GROUP // (group * dim))
-    hidden, mlp = (256, 1024) if full else (128, 256) if params["codes"] else (64, 96)
+    hidden, mlp = (256, 1024) if full else (128, 256) if params["codes"] else (64, 288)
     said = {name: params[name] for name in ("dtype", "norm", "rope", "activation", "gate", "codes")}
     found = []
     for m, window, biased in ((1, 5, True), (params["most"], 0, False)):
         found.append({
-            **said, "m": m, "layers": 2, "hidden": hidden, "mlp": mlp, "vocabulary": 264,
+            **said, "m": m, "layers": 2, "hidden": hidden, "mlp": mlp, "vocabulary": _LOGITS,
             "heads_q": heads_kv * group, "heads_kv": heads_kv, "head_dim": dim, "group": group,
             "eps": 1e-5, "blocks": blocks, "advance": m > 1,
-            "own": params["own"], "splits": blocks if full else 2,
-            "logits_stride": 264 + 4, "table_rows": 40 if params["rope"] else 0,
+            "own": params["own"], "joined": joined, "splits": blocks if full else 2,
+            "logits_stride": _LOGITS + 4, "table_rows": 40 if params["rope"] else 0,
             "max_sequences": _SEQUENCES, "max_pages": 3, "num_pages": _PAGES, "page_size": _PAGE,
             "layout": "nhd", "window": window, "biased": biased,
             "plane": _PAGES * _PAGE * heads_kv * dim,
             "pages": (_PAGE * heads_kv * dim, dim, heads_kv * dim),
         })  # fmt: skip
         heads = m * heads_kv * group // params["own"]
-        found[-1]["splits"] = min(found[-1]["splits"], blocks // heads) or 1
+        splits = min(found[-1]["splits"], blocks // heads) or 1
+        found[-1]["splits"] = JOINED_SPLITS if joined else splits
+    items = JOINED_SPLITS if joined else 1
     return [
         one for one in found
-        if one["m"] * one["heads_q"] <= one["blocks"] * one["own"]
+        if one["m"] * one["heads_q"] * items <= one["blocks"] * one["own"]
     ]  # fmt: skip
 
 
@@ -101,18 +113,22 @@ def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
     rows[:_SEQUENCES] = rng.permutation(_SEQUENCES)[: min(m, _SEQUENCES)]
     if m > 1:
         rows[-1] = -1
+    elif p["window"]:
+        rows[0] = 2  # the longest
     lengths = np.array(_LENGTHS, np.int32)
     positions = np.where(rows >= 0, lengths[rows], 0).astype(np.int32)
     made = {
-        "tokens": rng.integers(0, 264, m, np.int64), "positions": positions,
+        "tokens": rng.integers(0, _TOKENS, m, np.int64), "positions": positions,
         "active": (rows >= 0).astype(np.int32), "rows_of_cache": rows,
-        "embedding": rng.standard_normal((264, hidden)).astype(kind),
+        "embedding": rng.standard_normal((_TOKENS, hidden)).astype(kind),
         "weights": np.concatenate(flat),
-        "table_of_layers": table, "norm_weight": drawn(hidden), "head": drawn(264, hidden),
+        "table_of_layers": table, "norm_weight": drawn(hidden), "head": drawn(_LOGITS, hidden),
         "page_table": rng.permutation(_PAGES).reshape(_SEQUENCES, 3).astype(np.int32),
         "capacities": np.array(_CAPACITIES, np.int32), "lengths": lengths, "pages": pages,
         "exchange": _exchange(p), "counters": np.zeros(1, np.uint32),
     }  # fmt: skip
+    if p["codes"] and p["biased"]:
+        made["head"], made["head_scales"] = _coded(rng, (_LOGITS, hidden), kind)
     if p["norm"] == "layer":
         made |= {"norm_bias": drawn(hidden), "position_embedding": drawn(40, hidden)}
     if p["rope"]:
@@ -163,8 +179,12 @@ class _Step:
         self.p = p
         self.arrays: dict[str, Any] = {
             name: np.asarray(x).astype(np.float64) if np.asarray(x).dtype.kind not in "iu" else x
-            for name, x in arrays.items() if x is not None and name != "weights"
+            for name, x in arrays.items() if x is not None and name not in ("weights", "head")
         }  # fmt: skip
+        head, scales = np.asarray(arrays["head"]), arrays.get("head_scales")
+        self.head = (
+            head.astype(np.float64) if scales is None else _decoded(head, np.asarray(scales))
+        )
         self.weights = np.asarray(arrays["weights"])
         self.pages = self.arrays["pages"].copy()
         rows, lengths = self.arrays["rows_of_cache"], np.asarray(self.arrays["lengths"])
@@ -252,7 +272,7 @@ class _Step:
                 + (y * up[:, p["mlp"] :] if p["gate"] else y) @ w["down"].T
                 + w.get("down_bias", 0)
             )
-        return self.normed(x, arrays["norm_weight"], arrays.get("norm_bias")) @ arrays["head"].T
+        return self.normed(x, arrays["norm_weight"], arrays.get("norm_bias")) @ self.head.T
 
 
 def _reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
