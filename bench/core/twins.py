@@ -25,6 +25,7 @@ MISSING: dict[str, str] = {
     "dequantize": "a product of two arrays, which PyTorch's own kernels do as well",
     "quantize": "not written yet",
     "quantize_attention": "not written yet",
+    "quantize_rows": "not written yet",
     "quantized_attention": "not written yet",
     "quantized_linear": "not written yet; PyTorch's _scaled_mm stands beside it",
     "linear_flagged": "a part of parallel products: bench distributed measures whole ones",
