@@ -26,6 +26,7 @@ MISSING: dict[str, str] = {
     "dequantize": "a product of two arrays, which PyTorch's own kernels do as well",
     "quantize": "not written yet",
     "quantize_attention": "not written yet",
+    "quantize_rows": "not written yet",
     "quantized_attention": "not written yet",
     "quantized_linear": "not written yet; PyTorch's _scaled_mm stands beside it",
     "gated_slopes": "a part of training steps: bench.models.train measures whole ones",
