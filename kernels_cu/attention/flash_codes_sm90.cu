@@ -205,8 +205,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       const i64 first_row = (tensor * heads_q + place.head) * i64{total_q} + range.q_start;
       const int kv_head = tensor * (heads_q / group_size) + place.head / group_size;
       const int key_groups = ceil_div(max(range.seqlen_k, 1), SCALE_KEYS);
-      const int first_group = kv_head * (v_keys / SCALE_KEYS) +
-                              first_place<PACKED>(cu_seqlens_k, place.batch) / SCALE_KEYS;
+      const int tile_group = static_cast<u32>((range.end - 1) * BLOCK_K) / SCALE_KEYS;
+      const float* scales =
+          k_scales + (kv_head * (v_keys / SCALE_KEYS) + tile_group +
+                      first_place<PACKED>(cu_seqlens_k, place.batch) / SCALE_KEYS);
       float of_rows[2], of_group[GROUPS];
       load_row_scales(of_rows, q_scales + first_row, row0 + lane / 4, range.seqlen_q - 1,
                       softmax_scale_log2);
@@ -221,6 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       float correction[1][2];
       Softmax softmax;
       int tile = range.end - 1;
+      bool v_here = false;  // that of the tile before is seen to be, without a wait
       const auto rows_of = [&](const int* ends, int longest) {  // read again: registers are few
         return SequenceRows<PACKED>(ends, PACKED ? anew(place.batch) : 0, longest);
       };
@@ -247,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       };
       const auto issue_values = [&] {
         const auto place = place_of<STAGES>(tiles - 1);
-        mbarrier_wait(barriers.v_full(place.stage), place.parity);
+        if (!v_here) mbarrier_wait(barriers.v_full(place.stage), place.parity);
         register_fence(p);
         register_fence(acc[0]);
         wgmma_fence();
@@ -258,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
         issue_pv<elem_t>(acc, p, v);
         //% endif
       };
-      softmax.load(of_group, k_scales, first_group, tile, key_groups - 1);
+      softmax.load(of_group, scales, tile, key_groups - 1 - tile_group);
       wgmma_wait<0>();
       release_k();
       prepare_scores(true);
@@ -271,12 +274,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
         issue_scores(q_stage);
         issue_values();
         pingpong.pass();
-        softmax.load(of_group, k_scales, first_group, tile);
+        scales -= Softmax::step(tile);
+        softmax.load(of_group, scales, tile);
         wgmma_wait<1>();
         // By the maxima there are; those of this tile are looked for where a sum says that one may have
         // grown, and scores are made again where these must be known.
         bool rescale = false, exact = softmax.exact;
         float sums_of[2];
+        // What comes next is looked for here, so that answers are there when they are wanted.
+        const auto k_place = place_of<STAGES>(tiles + 1), v_place = place_of<STAGES>(tiles);
+        const bool k_here = mbarrier_test(barriers.k_full(k_place.stage), k_place.parity);
+        v_here = mbarrier_test(barriers.v_full(v_place.stage), v_place.parity);
         prepare_scores(true);
 #pragma unroll 1
         while (true) {
@@ -287,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
           code_scores_again<INT8, Rings>(
               s, shared + q_stage * Rings::Q_STAGE, warp_row_of(thread_index_again()),
               shared + Rings::K + place_of<STAGES>(tiles).stage * Rings::K_STAGE);
-          softmax.load(of_group, k_scales, first_group, tile);
+          softmax.load(of_group, scales, tile);
           prepare_scores(false);
         }
         //% if v_codes
@@ -295,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
         //% endif
         softmax.row_sum[0] += sums_of[0], softmax.row_sum[1] += sums_of[1];
         release_k();
-        if (tile > range.first) wait_k();
+        if (tile > range.first && !k_here) wait_k();
         wgmma_wait<0>();
         release_v(tiles - 2);
         register_fence(sums);

@@ -113,21 +113,24 @@ struct CodedSoftmax {
   bool far = false;   // a maximum of the warp is: each tile is to lose it before anything is added
   bool exact = true;  // a maximum is unknown or great: a tile's is to be looked for first
 
-  // Scales of a tile's groups; the last tile may have fewer keys than there is room for. Thirds of 96
-  // keys have two scales: of 64 and 32 keys, or of 32 and 64.
-  __device__ __forceinline__ static void load(float (&of_group)[GROUPS],
-                                              const float* __restrict__ scales, int first_group,
+  // Scales of a tile's groups, from the first one on; the last tile may have fewer keys than there is room
+  // for. Thirds of 96 keys have two scales: of 64 and 32 keys, or of 32 and 64.
+  __device__ __forceinline__ static void load(float (&of_group)[GROUPS], const float* scales,
                                               int tile, int last = 0x7fffffff) {
     constexpr int COUNT = (BLOCK_K + SCALE_KEYS - 1) / SCALE_KEYS;
-    const int first = static_cast<u32>(tile * BLOCK_K) / SCALE_KEYS;
     float found[COUNT];
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) found[i] = __ldg(scales + (first_group + min(first + i, last)));
+    for (int i = 0; i < COUNT; ++i) found[i] = __ldg(scales + min(i, last));
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i)
       of_group[i] = GROUPS == COUNT           ? found[i]
                     : i == 1 && tile % 2 == 0 ? found[0]
                                               : found[i / 2 + i % 2];
+  }
+
+  // Scales between the first one of a tile and that of the tile behind it.
+  __device__ __forceinline__ static int step(int tile) {
+    return BLOCK_K == 96 ? 1 + (tile & 1) : BLOCK_K / SCALE_KEYS;
   }
 
   // Takes in a tile. True (for the whole warp) when the output must be multiplied by `correction`.
