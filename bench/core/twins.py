@@ -29,7 +29,6 @@ MISSING: dict[str, str] = {
     "quantize_rows": "not written yet",
     "quantized_attention": "not written yet",
     "quantized_linear": "not written yet; PyTorch's _scaled_mm stands beside it",
-    "gated_slopes": "a part of training steps: bench.models.train measures whole ones",
     "linear_flagged": "a part of parallel products: bench distributed measures whole ones",
     "normed_append": "a part of decode steps: bench.models.decode measures whole ones",
     "normed_linear": "a part of decode steps: bench.models.decode measures whole ones",

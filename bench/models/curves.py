@@ -25,7 +25,8 @@ PICTURE = Path(__file__).resolve().parents[2] / "docs" / "training_curves.svg"
 BASE = "sdpa"
 _EVERY = 10  # steps of a point
 _NAMES = {"sdpa": "Hugging Face, SDPA", "eager": "Hugging Face, eager", "fkjit": "fkjit",
-          "graph": "fkjit, a graph"}  # fmt: skip
+          "graph": "fkjit, a graph", "adamw": "fkjit, its AdamW",
+          "adamw-graph": "fkjit, its AdamW, a graph"}  # fmt: skip
 
 
 class Curves(NamedTuple):

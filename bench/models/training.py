@@ -6,16 +6,12 @@ loss and compiler:
     eager          transformers' attention in PyTorch, logits of all tokens
     sdpa           scaled_dot_product_attention
     compile        sdpa under torch.compile
-    overhead       sdpa under torch.compile(mode="reduce-overhead"): CUDA graphs of both passes
-    compile-graph  compile's whole step, with the optimizer, as one CUDA graph
     causal         sdpa that is told to be causal and gets no mask, under torch.compile
-    causal-graph   causal's whole step as one CUDA graph
     patch          fkjit.models.patch
     fkjit          the same with loss=True: linear_cross_entropy in place of the head and the loss
     graph          fkjit's whole step, with the optimizer, as one CUDA graph
     adamw          fkjit with fkjit.models.patch_optimizer as well
     adamw-graph    adamw's whole step as one CUDA graph
-    early-graph    the same, parameters' steps beside the backward pass
     compiled       fkjit's model under torch.compile
 
 While torch.compile traces, transformers makes a mask of all pairs, with which PyTorch's attention
@@ -38,14 +34,10 @@ from transformers.modeling_utils import AttentionInterface
 from fkjit.models import CapturedStep, patch, patch_optimizer
 from fkjit.models.config import fields_of
 
-CANDIDATES = (
-    "early-graph", "adamw-graph", "adamw", "graph", "fkjit", "compile", "overhead",
-    "compile-graph", "causal", "causal-graph", "sdpa", "eager",
-)  # fmt: skip
+CANDIDATES = ("adamw-graph", "adamw", "graph", "fkjit", "compile", "causal", "sdpa", "eager")
 RATE, WARM_UP = 3e-4, 50  # steps
-_OURS = ("fkjit", "graph", "adamw", "adamw-graph", "early-graph", "compiled")
-_COMPILES = ("compile", "overhead", "compile-graph", "causal", "causal-graph", "compiled")
-_COMPILING = 2  # steps before one is captured
+_OURS = ("fkjit", "graph", "adamw", "adamw-graph", "compiled")
+_COMPILES = ("compile", "causal", "compiled")
 _AHEAD = 32  # batches that are drawn together
 _KINDS, _NOISE = 512, 0.1  # of tokens; how often one follows that does not have to
 _NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0)
@@ -91,34 +83,30 @@ class Training:
             patch(self.model, loss=candidate in _OURS)
         self._forward = self.model
         if candidate in _COMPILES:
-            mode = "reduce-overhead" if candidate == "overhead" else None
-            self._forward = torch.compile(self.model, mode=mode)
+            self._forward = torch.compile(self.model)
         self._top, self._rate = rate, torch.tensor(rate, device=device)
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=self._rate, fused=True, capturable=captures
         )
-        if candidate.startswith(("adamw", "early")):
+        if candidate.startswith("adamw"):
             patch_optimizer(self._optimizer)
-        self._steps, self._compiles = 0, candidate in _COMPILES
+        self._steps = 0
         self._run: Callable[..., Any] = self._eager
         if captures:
-            early = candidate.startswith("early")
-            self._run = CapturedStep(self._forward, self._optimizer, early=early)
+            self._run = CapturedStep(self._forward, self._optimizer)
 
     def step(self, tokens: Any) -> Any:
         """The loss before the step, a tensor. tokens: [batch, length] int64."""
         self._steps += 1
         self._rate.fill_(self._top * min(1.0, self._steps / WARM_UP))
-        compiling = self._compiles and self._steps <= _COMPILING
-        return (self._eager if compiling else self._run)(input_ids=tokens, labels=tokens)
+        return self._run(input_ids=tokens, labels=tokens)
 
     def _eager(self, **tensors: Any) -> Any:
-        torch.compiler.cudagraph_mark_step_begin()
         self._optimizer.zero_grad(set_to_none=True)
         loss = self._forward(**tensors).loss
         loss.backward()
         self._optimizer.step()
-        return loss.detach().clone()  # the next step's may come in its place
+        return loss.detach()
 
 
 def batches(vocabulary: int, batch: int, length: int, device: Any, seed: int = 1) -> Iterator[Any]:

@@ -12,9 +12,8 @@ from typing import Any
 from fkjit.models.joined import as_one
 from fkjit.ops.gemm.backward import ACTIVATION
 from fkjit.ops.gemm.call import gated_with_pre, linear
-from fkjit.ops.gemm.slopes import gated_slopes, takes
 from fkjit.ops.op import torch_ops
-from fkjit.ops.op.autograd import Differentiable, Tensors, is_last
+from fkjit.ops.op.autograd import Differentiable, Tensors
 
 
 def plain_products(parts: Sequence[Any], x: Any) -> bool:
@@ -55,25 +54,17 @@ def _gated_forward(inputs: Tensors, options: Any) -> tuple[Tensors, Tensors]:
 
 
 def _gated_backward(saved: Tensors, gradients: Tensors, needed: Tensors, options: Any) -> Tensors:
-    """What the last product was of is made again: it is the half of what would have to be kept."""
+    """The kernel of the activation makes again what the last product was of: it is the half of what
+    would have to be kept."""
     (x, both, down, pre), (_, activation) = saved, options
     dy = lined(gradients[0])
-    rows = dy.flatten(0, -2)
-    dz, inner = _slopes(rows, down, pre.flatten(0, -2), activation, both)
+    rows, pre = dy.flatten(0, -2), pre.flatten(0, -2)
+    dinner = linear(rows, down, weight_layout="kn")
+    dz, inner = ACTIVATION((dinner, pre, both), (), (activation, True, True, False, True))
     ddown = linear(rows.t(), inner.t()) if needed[3] else None
     dx, dboth, _ = of_product(dz, x, both, needed[0], needed[1] or needed[2], False)
     dgate, dup = (None, None) if dboth is None else dboth.chunk(2)
     return dx, dgate, dup, ddown, gradients[0] if needed[4] else None
-
-
-def _slopes(rows: Any, down: Any, pre: Any, activation: str, like: Any) -> Tensors:
-    """The gradient of gate | up, in their place where nobody asks again, and what the last product
-    was of."""
-    if takes(rows, down, pre):
-        inner, dz = gated_slopes(rows, down, pre, activation, pre if is_last() else None)
-        return dz, inner
-    dinner = linear(rows, down, weight_layout="kn")
-    return ACTIVATION((dinner, pre, like), (), (activation, True, True, False, True))
 
 
 _GATED = Differentiable("GatedMlp", _gated_forward, _gated_backward)

@@ -33,7 +33,6 @@ KERNELS = (
     "gemm.kernels",
     "gemm.kernels_backward",
     "gemm.flagged",
-    "gemm.slopes",
     "grouped.kernels",
     "grouped.kernels_stream",
     "grouped.kernels_codes",

@@ -23,8 +23,6 @@
    product is out's transpose (gemm/sm90/store_transposed.cuh). Rows of x are columns of wgmma then,
    which come by 16 and not by 64, so that 140 rows are no 192; consumers are COOPERATIVE.
 
-   With slopes the sums are the gradient of a gated activation (gemm/slopes.cuh).
-
    With groups there is a weight, or an output, for each expert (gemm/groups.cuh). Rows of a weight with
    GATE: a tile has as many of gate as of up, so that a thread has both sums of an element.
 
@@ -60,9 +58,6 @@
 #include "gemm/sm90/store_transposed.cuh"
 //% endif
 #include "gemm/sm90/weight_parts.cuh"
-//% if slopes
-#include "gemm/slopes.cuh"
-//% endif
 
 using elem_t = ${dtype};
 using out_t = ${out_dtype};
@@ -105,11 +100,7 @@ using Place = RingPlace<STAGES>;
 using Work = Pieces<SHARES && SPLIT == 1>;
 using Order = GroupedOrder<Groups::${groups}, BLOCK_M * CLUSTER, WAITS || TELLS>;
 using Parts = WeightParts<Stages::B, GATE, CLUSTER>;
-//% if slopes
-using Pairs = SlopePairs<Activation, elem_t>;
-//% else
 using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t>;
-//% endif
 using Added = Residual<out_t>;
 static_assert(!Order::GROUPED || (SPLIT == 1 && CLUSTER == 1 && !SHARES && !SWAPPED),
               "tiles of experts have one block each");
@@ -166,11 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     const elem_t* __restrict__ bias,               // [n] or [2 n], or null
     out_t* __restrict__ out ${flags},              // [m, n]
     const out_t* __restrict__ residual,            // [m, n], or null
-    //% if slopes
-    const elem_t* pre,  // [m, 2 n], may be dz
-    //% else
-    elem_t* __restrict__ pre,  // [m, n] or [m, 2 n], or null
-    //% endif
+    elem_t* __restrict__ pre,                      // [m, n] or [m, 2 n], or null
     //% if shares
     float4* __restrict__ workspace,  // of PartialSums: a group of each consumer's rows
     u32* __restrict__ counters,
@@ -237,11 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     const int consumer = warpgroup - 1, lane = threadIdx.x % WARP_SIZE;
     const int warp = threadIdx.x / WARP_SIZE - 4, warp_row = warp % 4 * 16;
     const int consumer_row = COOPERATIVE ? consumer * ROWS : 0;
-    //% if slopes
-    const Pairs epilogue(pre, dz, n);
-    //% else
     const Pairs epilogue(residual, pre, residual_stride, scale, n);
-    //% endif
     elem_t* const consumer_bias =
         reinterpret_cast<elem_t*>(shared_memory + Stages::BIAS) + consumer * 2 * BLOCK_N;
     float acc[ROWS / 64][BLOCK_N / 8][4];

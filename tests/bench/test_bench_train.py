@@ -72,3 +72,10 @@ def test_curves_are_stored_and_drawn(tmp_path, monkeypatch):
     )
     text = "".join(ElementTree.fromstring(curves.picture(found)).itertext())
     assert "gpt2: Hugging Face, eager" in text
+
+
+def test_the_picture_of_the_docs_is_made_of_what_is_stored():
+    assert curves.PICTURE.read_text() == curves.picture(curves.stored())
+    found = {(one.config, name): apart.mean for one in curves.stored()
+             for name, apart in curves.distances(one).items()}  # fmt: skip
+    assert found["gpt2", "adamw-graph"] < 2 * found["gpt2", "eager"]  # what docs/MODELS.md asks for

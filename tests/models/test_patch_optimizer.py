@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 import fkjit
-from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.errors import ArgumentTypeError
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -77,39 +75,3 @@ def test_other_optimizers_are_refused():
         fkjit.models.patch_optimizer(torch.optim.SGD([weight]))
     with pytest.raises(ArgumentTypeError, match="fused=False; allowed: fused=True"):
         fkjit.models.patch_optimizer(torch.optim.AdamW([weight]))
-
-
-class Net(torch.nn.Module):
-    """With a weight that is used twice, a weight that has no gradient and one that is fp64."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.twice, self.once, self.unused = (torch.nn.Linear(4, 4) for _ in range(3))
-        self.wide = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
-
-    def forward(self, x):
-        y = self.once(self.twice(torch.tanh(self.twice(x)))) * self.wide
-        return SimpleNamespace(loss=y.square().mean())
-
-
-def test_early_steps_are_those_behind_the_backward_pass():
-    """The last ones with other rates; what is not ours is PyTorch's, behind it."""
-    found = []
-    for early in (True, False):
-        net, x = Net(), torch.arange(8.0).view(2, 4)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1), fused=True)
-        fkjit.models.patch_optimizer(optimizer)
-        step = fkjit.models.CapturedStep(net, optimizer, early=early)
-        losses = [step(x=x).item() for _ in range(3)]
-        assert net.wide.grad is not None and (net.once.weight.grad is None) == early
-        optimizer.param_groups[0]["lr"] = 0.02
-        losses.append(step(x=x).item())
-        found.append((losses, net.state_dict()))
-    torch.testing.assert_close(*found, rtol=0, atol=0)
-
-
-def test_early_steps_are_for_patched_optimizers():
-    optimizer = torch.optim.AdamW(Net().parameters(), fused=True)
-    with pytest.raises(ParameterError, match="allowed: an optimizer of patch_optimizer"):
-        fkjit.models.CapturedStep(Net(), optimizer, early=True)

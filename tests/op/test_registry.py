@@ -47,7 +47,6 @@ KERNELS = [
     "linear.tiled",
     "linear_backward.activation",
     "linear_flagged.wgmma",
-    "gated_slopes.wgmma",
     "grouped_linear.wgmma",
     "grouped_linear.mma",
     "grouped_linear.fma",

@@ -2,58 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 from fkjit.errors import ParameterError
-from fkjit.models.training.optimizer import is_patched, step_one
 from fkjit.ops.op import torch_ops
 from fkjit.runtime import workspace
 
 _CALL = "CapturedStep"
 _EAGER = 3  # steps before the capture: they compile, and make the optimizer's state
 _COUNTERS = 1 << 13  # an eighth of those that are there for all kernels of the graph
-
-
-class EarlySteps:
-    """Within it a backward pass makes a parameter's step when its gradient is complete, and with it
-    all uses of the parameter are over. What it made has no gradient any more."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer, self._side = optimizer, None
-        self._hooks: list[Any] = []
-        self._held: list[Any] = []  # gradients that the second stream may still read
-
-    def __enter__(self) -> None:
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                hook = partial(self._step, group)
-                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
-
-    def __exit__(self, *_: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        if self._side is not None:
-            torch_ops.torch_seen().cuda.current_stream().wait_stream(self._side)
-        self._hooks.clear()
-        self._held.clear()
-
-    def _step(self, group: Any, param: Any) -> None:
-        with self._aside(param):
-            made = step_one(self._optimizer, group, param)
-        if made:
-            self._held.append(param.grad)
-            param.grad = None
-
-    def _aside(self, param: Any) -> Any:
-        """The second stream, behind what is on the first one by now."""
-        if not param.is_cuda:
-            return nullcontext()
-        cuda = torch_ops.torch_seen().cuda
-        self._side = cuda.Stream() if self._side is None else self._side
-        self._side.wait_stream(cuda.current_stream())
-        return cuda.stream(self._side)
 
 
 class CapturedStep:
@@ -73,17 +30,10 @@ class CapturedStep:
         model: a transformers model, or anything that is called with the step's tensors by name and
             returns something with a `loss`.
         optimizer: on a GPU one that can be captured (capturable=True).
-        early: of an optimizer that `patch_optimizer` knows: the step of a parameter begins as soon
-            as its gradient is there, on a second stream, beside the rest of the backward pass.
-            Nobody sees all gradients together then: no clipping by their norm. ParameterError for
-            any other optimizer.
     """
 
-    def __init__(self, model: Any, optimizer: Any, *, early: bool = False) -> None:
-        if early and not is_patched(optimizer):
-            raise ParameterError(f"{_CALL}: early=True; allowed: an optimizer of patch_optimizer")
+    def __init__(self, model: Any, optimizer: Any) -> None:
         self._model, self._optimizer = model, optimizer
-        self._early = EarlySteps(optimizer) if early else None
         self._graph: Any = None
         self._tensors: dict[str, Any] = {}
         self._loss: Any = None
@@ -114,8 +64,7 @@ class CapturedStep:
     def _step(self, tensors: dict[str, Any]) -> Any:
         self._optimizer.zero_grad(set_to_none=True)
         loss = self._model(**tensors).loss
-        with nullcontext() if self._early is None else self._early:
-            loss.backward()
+        loss.backward()
         self._optimizer.step()
         return loss.detach()
 

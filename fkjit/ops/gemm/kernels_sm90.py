@@ -148,7 +148,6 @@ def _derive(params: Params) -> dict[str, Any]:
         "weight_k_major": k_major[1],
         "groups": "NONE",
         "gather": False,
-        "slopes": False,
         **NO_FLAGS,
         **epilogue.values(params["activation"]),
     }
