@@ -75,7 +75,7 @@ _FEW_WIDE = StepPlan(out="gemv", head="skinny", early=False, fused=True)
 _FEW_NARROW = StepPlan(head="gemv", fused=True)
 _FEW_ROWS = 2
 _WHOLE_ROWS = 4  # sequences, up to which one launch was faster than all others
-_CODED_ROWS = 2  # with weights of int4: by 9 and 3 %, of four slower by 7 % (2026-11-28)
+_CODED_ROWS = 4  # with weights of int4: of one by 17 %, of four by 3 % (2026-11-28)
 _STREAMED_FROM, _STREAMED_WIDE, _STREAMED_NARROW = 5, 64, 16  # sequences, by hidden size
 _HOPPER, _BLOCKS = "sm_90a", 132  # multiprocessors of an H200
 _SOME, _SOME_ROWS = StepPlan.alike("skinny"), 16

@@ -41,10 +41,7 @@ constexpr bool ROPE = ${rope}, GATE = ${gate};
 constexpr bool CODES = ${codes};                  // weights of layers' products are of int4
 constexpr int D = ${head_dim}, GROUP = ${group};  // query heads of a key head
 constexpr int OWN = ${own};                       // of those in a work item of attention
-constexpr bool JOINED = ${joined};  // whoever takes a head merges its work items' outcomes ...
-constexpr int SPLITS = ${splits};   // ... of which there are so many
-constexpr int MOST = ${most};       // rows there is room for
-constexpr int COPIES = ${copies};   // of words that all blocks wait for
+constexpr int MOST = ${most};                     // rows there is room for
 constexpr int WARPS = ${warps}, FETCHERS = ${fetchers};
 constexpr int COLUMNS = ${columns};  // of a weight in a stage of the ring
 constexpr int STAGES = ${stages}, FLIGHT = ${flight};
@@ -57,9 +54,9 @@ struct Meet {
   __device__ __forceinline__ void operator()() const { named_barrier_wait_aligned<THREADS>(1); }
 };
 using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS, CODES>;
-using Rows = GatheredRows<elem_t, Ring, WARPS, CENTERED, MOST, Meet>;
-using Shown = Copies<COPIES, u32>;
-using Heads = DecodeHeads<elem_t, D, GROUP, OWN, WARPS, ROPE, JOINED, Shown>;
+constexpr int TAKEN = MOST < 4 && OWN == 1 ? 8 : 4;  // as registers permit
+using Rows = GatheredRows<elem_t, WARPS, CENTERED, MOST, TAKEN, Meet>;
+using Heads = DecodeHeads<elem_t, D, GROUP, OWN, WARPS, ROPE>;
 static_assert(MOST <= 8, "columns of a product of tensor cores");
 static_assert(sizeof(typename Heads::Shared) <= ROOM - ASIDE, "attention has its room");
 
@@ -81,22 +78,13 @@ struct Between {
   const DecodeModel& model;
   __device__ __forceinline__ u64* qkv() const { return pairs(model.qkv); }
   __device__ __forceinline__ u64* partials() const { return pairs(model.partials); }
-  // JOINED, where `partials` are otherwise.
-  __device__ __forceinline__ Shown parts() const {
-    return shown(model.partials, model.heads_q * SPLITS * (D + 4));
-  }
-  __device__ __forceinline__ Shown stream() const { return shown(model.stream, model.hidden); }
-  __device__ __forceinline__ Shown attended() const {
-    return shown(model.attended, model.heads_q * D);
-  }
-  __device__ __forceinline__ Shown inner() const { return shown(model.inner, model.mlp); }
+  __device__ __forceinline__ u32* stream() const { return exchange + model.stream; }
+  __device__ __forceinline__ u32* attended() const { return exchange + model.attended; }
+  __device__ __forceinline__ u32* inner() const { return exchange + model.inner; }
   // Without tags.
   __device__ __forceinline__ u32* largest() const { return exchange + model.largest; }
 
  private:
-  __device__ __forceinline__ Shown shown(int first, int of_row) const {
-    return {exchange + first, model.m * of_row};
-  }
   __device__ __forceinline__ u64* pairs(int first) const {
     return reinterpret_cast<u64*>(exchange + first);
   }
@@ -113,9 +101,9 @@ __device__ __forceinline__ elem_t bias_at(const elem_t* bias, int column) {
 }
 
 // Tokens' rows of the embedding, shared out over the grid.
-__device__ __forceinline__ void embed(const Shown& stream, u32 tag, const i64* tokens,
-                                      const int* positions, const elem_t* embedding,
-                                      const elem_t* position_embedding, int m, int hidden) {
+__device__ __forceinline__ void embed(u32* stream, u32 tag, const i64* tokens, const int* positions,
+                                      const elem_t* embedding, const elem_t* position_embedding,
+                                      int m, int hidden) {
   for (int i = blockIdx.x * THREADS + threadIdx.x; i < m * hidden; i += gridDim.x * THREADS) {
     const int row = i / hidden, column = i % hidden;
     elem_t x = embedding[tokens[row] * hidden + column];
@@ -124,7 +112,7 @@ __device__ __forceinline__ void embed(const Shown& stream, u32 tag, const i64* t
           static_cast<float>(x) +
           static_cast<float>(
               position_embedding[static_cast<i64>(positions[row]) * hidden + column]));
-    stream.store(i, tagged(x, tag));
+    store_word(stream + i, tagged(x, tag));
   }
 }
 
@@ -174,8 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       model.max_sequences, model.max_pages,
       model.table_rows,    model.heads_kv,
       model.splits,        model.scale};
-  const int splits = JOINED ? SPLITS : model.splits,
-            items = m * model.heads_kv * Heads::PARTS * splits;
+  const int splits = model.splits, items = m * model.heads_kv * Heads::PARTS * splits;
   const u32 launches = load_word(exchange);
   const Between at = {exchange, model};
   const u32 first_tag = launches * model.layers + 1,
@@ -183,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   const bool attends = blockIdx.x < items;
   const auto heads_of = [&](int n) {
     elem_t* const own = pages + 2 * n * model.plane;
-    return DecodeLayer<elem_t, Shown>{at.qkv(),      at.attended(), at.partials(),    at.parts(),
-                                      first_tag + n, own,           own + model.plane};
+    return DecodeLayer<elem_t>{at.qkv(),      at.attended(), at.partials(),
+                               first_tag + n, own,           own + model.plane};
   };
 
   // What this block has of each product, and of attention.
@@ -202,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
               : kind == UP   ? model.mlp
               : kind == HEAD ? model.vocabulary
                              : hidden,
-              2 * ceil_div(inputs_of(kind), Ring::columns_of(made.scales != nullptr)), p);
+              ceil_div(inputs_of(kind), Ring::columns_of(made.scales != nullptr)), p);
     list[p] = made;
   }
   if (attends) {
@@ -218,15 +205,20 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       const int kind = p == products - 1 ? HEAD : p % 4;
       return typename Ring::Source(list[p], model.mlp, inputs_of(kind), GATE && kind == UP);
     };
-    ring.fetch(products, source_of, [&](int p) {
+#pragma unroll 1
+    for (int p = 0; p < products; ++p) {
       const Product<elem_t>& next = list[p];
       const int kind = p == products - 1 ? HEAD : p % 4;
-      if (threadIdx.x >= THREADS + 32) return;
-      prefetch_small(next.norm, hidden), prefetch_small(next.norm_bias, hidden);
-      prefetch_small(next.bias, kind == QKV ? heads : kind != UP ? hidden : (GATE + 1) * model.mlp);
-      if (kind == OUT && attends)
-        Heads::prefetch(state, heads_of(p / 4), DecodeSpan(item, splits, next.window));
-    });
+      if (threadIdx.x < THREADS + 32) {
+        prefetch_small(next.norm, hidden), prefetch_small(next.norm_bias, hidden);
+        prefetch_small(next.bias, kind == QKV  ? heads
+                                  : kind != UP ? hidden
+                                               : (GATE + 1) * model.mlp);
+        if (kind == OUT && attends)
+          Heads::prefetch(state, heads_of(p / 4), DecodeSpan(item, splits, next.window));
+      }
+      ring.fetch(p, products, source_of);
+    }
     return;
   }
 
@@ -235,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   const float of_hidden = 1.f / hidden;
   const u32 factors = rows + ROOM - ASIDE + round_up<int>(products * sizeof(Product<elem_t>), 16);
   const Rows taken(statistics, rows, factors, m);
-  Sums sums_of(ring, sums, m);
+  const Sums sums_of(ring, sums, m);
   Largest best[Sums::EACH];
 
   // 1. Embedding.
@@ -262,21 +254,18 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       wanted[i].x = bias_at(bias, column);
       if (halves) wanted[i].y = bias_at(bias, model.mlp + column);
       if (kind == OUT || kind == DOWN)
-        wanted[i].word = load_word(at.stream().own() + row * hidden + column);
+        wanted[i].word = load_word(at.stream() + row * hidden + column);
     };
 
-    // 3. Rows, normalised or as they are: of each warp the columns that it multiplies.
-    const typename Rows::Own columns(k, own.scales != nullptr);
+    // 3. Rows, normalised or as they are.
     work.each(0, m, [&](int i, int row, int column, int, int) { before(i, row, column); });
     if (own.norm != nullptr) {
       taken.load_factors(own.norm, own.norm_bias, hidden);
-      taken.normalise(own.norm, at.stream().own(), columns, stream_tag, of_hidden, model.eps);
-    } else if (JOINED && kind == OUT) {
-      taken.template join<D, SPLITS>(at.parts().own(), columns, tag);
+      taken.normalise(own.norm, at.stream(), hidden, stream_tag, of_hidden, model.eps);
     } else {
-      taken.gather((kind == OUT ? at.attended() : at.inner()).own(), columns, tag);
+      taken.gather(kind == OUT ? at.attended() : at.inner(), k, tag);
     }
-    __syncwarp();
+    meet();
 
     // 4. The block's outputs: heads of q, k and v; added to the stream; up with its activation; logits,
     //    and the largest of them.
@@ -291,20 +280,21 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       } else if (kind == UP) {
         y = Activation::value(y);
         if (GATE) y *= sum.y + static_cast<float>(wanted[i].y);
-        at.inner().store(row * model.mlp + column, tagged(static_cast<elem_t>(y), tag));
+        store_word(at.inner() + row * model.mlp + column, tagged(static_cast<elem_t>(y), tag));
       } else if (kind == HEAD) {
         logits[row * static_cast<i64>(model.logits_stride) + column] = sum.x;
         best[i].see(sum.x, column);
       } else {
         y += static_cast<float>(number<elem_t>(wanted[i].word));
-        at.stream().store(row * hidden + column, tagged(static_cast<elem_t>(y), stream_tag + 1));
+        store_word(at.stream() + row * hidden + column,
+                   tagged(static_cast<elem_t>(y), stream_tag + 1));
       }
     });
   }
 
   // 5. The largest of the block's; the last block has the largest of all.
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-  constexpr int WARPS_OF_ROW = Sums::PLACES * Ring::TILE / WARP_SIZE;
+  constexpr int WARPS_OF_ROW = Sums::PLACES * Ring::ROWS / WARP_SIZE;
   Largest* const of_warps = reinterpret_cast<Largest*>(shared);  // [m][WARPS_OF_ROW]
 #pragma unroll
   for (int i = 0; i < Sums::EACH; ++i) {

@@ -113,25 +113,6 @@ __device__ __forceinline__ void load_relaxed_unless(uint2& seen, size_t words, u
       : "l"(words), "r"(skip));
 }
 
-// `seen` becomes what is there if it is needed, else it stays. Under a predicate, not a branch: the lanes
-// of a warp stay together, and loads need not wait for one another.       PTX ISA: ld.relaxed.gpu
-__device__ __forceinline__ void load_words_if(uint4& seen, const u32* words, bool needed) {
-  asm volatile(
-      "{ .reg .pred needed; setp.ne.s32 needed, %5, 0;"
-      " @needed ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-      : "+r"(seen.x), "+r"(seen.y), "+r"(seen.z), "+r"(seen.w)
-      : "l"(__cvta_generic_to_global(words)), "r"(static_cast<int>(needed))
-      : "memory");
-}
-__device__ __forceinline__ void load_words_if(u64& seen, const u64* word, bool needed) {
-  asm volatile(
-      "{ .reg .pred needed; setp.ne.s32 needed, %2, 0;"
-      " @needed ld.relaxed.gpu.global.u64 %0, [%1]; }"
-      : "+l"(seen)
-      : "l"(__cvta_generic_to_global(word)), "r"(static_cast<int>(needed))
-      : "memory");
-}
-
 // Four words, each of which is one access.                   PTX ISA: ld.relaxed.gpu.global.v4.u32
 __device__ __forceinline__ uint4 load_words(const u32* words) {
   uint4 x;

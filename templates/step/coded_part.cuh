@@ -27,20 +27,19 @@ struct CodedPart {
 #pragma unroll 1
     for (int at = 0; at < columns; at += GROUP) {
       const uint4 first = codes(low + at / 2), second = codes(high + at / 2);
-      float sums[4][4] = {};  // none waits for another
+      float sums[2][4] = {};
 #pragma unroll
       for (int pair = 0; pair < Weights::STEPS / 2; ++pair) {
         const uint4 own = load_shared_chunk(x + at * sizeof(T) + (turned ? pair ^ 1 : pair) * 16);
         u32 a[4];
         weight_fragment<Weights>(a, first, second, 2 * pair);
-        mma_m16n8k16<T>(sums[pair % 2], a, own.x, own.y);
+        mma_m16n8k16<T>(sums[0], a, own.x, own.y);
         weight_fragment<Weights>(a, first, second, 2 * pair + 1);
-        mma_m16n8k16<T>(sums[2 + pair % 2], a, own.z, own.w);
+        mma_m16n8k16<T>(sums[1], a, own.z, own.w);
       }
       const float by[2] = {scale(low_scales + at / 64), scale(high_scales + at / 64)};
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        d[i] += by[i / 2] * ((sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]));
+      for (int i = 0; i < 4; ++i) d[i] += by[i / 2] * (sums[0][i] + sums[1][i]);
     }
   }
 

@@ -6,9 +6,8 @@
 //   like q are rounded to T first
 //   keys are shared out: over SPLITS work items of a sequence and OWN heads, and in one over the block's
 //   warps and a warp's groups of lanes, each with a maximum and a sum of its own (online softmax)
-//   last, warps' sums are merged; then either (JOINED) whoever takes what was attended merges the work
-//   items' outcomes of a head, or each item of a head merges a part of the columns of all of them: in
-//   their order, so that the bits are the same every time
+//   last, warps' sums are merged, and each work item of a head merges a part of the columns of all of
+//   them, in their order: the same bits every time
 #pragma once
 #include "kv/place.cuh"
 #include "ptx/math.cuh"
@@ -18,12 +17,11 @@
 #include "tile/vector.cuh"
 
 // Of one layer, of all sequences of the step.
-template <typename T, typename Shown>
+template <typename T>
 struct DecodeLayer {
   const u64* qkv;  // words [m, heads_q + 2 heads_kv, D]
-  Shown attended;  // words [m, heads_q, D]
+  u32* attended;   // words [m, heads_q, D]
   u64* partials;   // words [work items][OWN][D + 2]
-  Shown parts;     // JOINED: words [work items][D and 4], see GatheredRows
   u32 tag;         // of all these
   T *k_pages, *v_pages;
 };
@@ -90,10 +88,8 @@ struct DecodeSpan {
   __device__ __forceinline__ int cached() const { return last - fresh; }
 };
 
-template <typename T, int D, int GROUP, int OWN, int WARPS, bool ROPE, bool JOINED, typename Shown>
+template <typename T, int D, int GROUP, int OWN, int WARPS, bool ROPE>
 struct DecodeHeads {
-  using Layer = DecodeLayer<T, Shown>;
-  static_assert(!JOINED || OWN == 1, "an item has one head's outcome");
   static constexpr int SIZE = Vector<T>::SIZE, LANES = D / SIZE, KEYS = WARP_SIZE / LANES;
   static constexpr int THREADS = 32 * WARPS, WIDE = D + 2;
   static_assert(D % SIZE == 0 && WARP_SIZE % LANES == 0 && GROUP % OWN == 0, "groups of lanes");
@@ -109,7 +105,7 @@ struct DecodeHeads {
   struct Key {
     Vector<T> k = {}, v = {};
     Key() = default;
-    __device__ __forceinline__ Key(const DecodeState& state, const Layer& layer,
+    __device__ __forceinline__ Key(const DecodeState& state, const DecodeLayer<T>& layer,
                                    const DecodeSpan& span, int key) {
       const bool there = key < span.cached();
       const i64 at = there ? span.item.offset(state.pool, key) + threadIdx.x % LANES * SIZE : 0;
@@ -123,7 +119,8 @@ struct DecodeHeads {
   };
 
   // Keys and values come to L2.
-  static __device__ __forceinline__ void prefetch(const DecodeState& state, const Layer& layer,
+  static __device__ __forceinline__ void prefetch(const DecodeState& state,
+                                                  const DecodeLayer<T>& layer,
                                                   const DecodeSpan& span) {
 #pragma unroll 1
     for (int key = span.first + threadIdx.x % WARP_SIZE; key < span.cached(); key += WARP_SIZE) {
@@ -138,7 +135,7 @@ struct DecodeHeads {
   // The first keys of each group of lanes are on their way while q is waited for.
   template <typename Meet>
   static __device__ __forceinline__ void attend(Shared& shared, const DecodeState& state,
-                                                const Layer& layer, const DecodeSpan& span,
+                                                const DecodeLayer<T>& layer, const DecodeSpan& span,
                                                 const float* angles, const Meet& meet) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int cached = span.cached();
@@ -194,7 +191,7 @@ struct DecodeHeads {
  private:
   // q, and the new token's k and v, turned and rounded, to shared memory; k and v to the cache.
   static __device__ __forceinline__ void turn(Shared& shared, const DecodeState& state,
-                                              const Layer& layer, const DecodeSpan& span,
+                                              const DecodeLayer<T>& layer, const DecodeSpan& span,
                                               const float* angles) {
     constexpr int HALF = D / 2;
     const int heads_q = state.heads_kv * GROUP, own_head = span.item.head;
@@ -209,7 +206,9 @@ struct DecodeHeads {
       const u64* const low_word = source + from * D + pair;
       const float cosine = ROPE ? angles[pair] : 1.f, sine = ROPE ? angles[pair + HALF] : 0.f;
       u64 words[2];
-      await(words, layer.tag, [&](int i) { return low_word + i * HALF; }, [](int) { return true; });
+      await(
+          words, layer.tag, [&](int i) { return load_word(low_word + i * HALF); },
+          [](int) { return true; });
       float a = number(words[0]), b = number(words[1]);
       if (ROPE && head <= OWN) {
         const float turned = a * cosine - b * sine;
@@ -301,9 +300,6 @@ struct DecodeHeads {
     __device__ __forceinline__ T result() const {
       return static_cast<T>(total == 0.f ? 0.f : value * inverse_fast(total));
     }
-    __device__ __forceinline__ float log() const {
-      return total == 0.f ? NEG_INFINITY : top + log2_fast(total);
-    }
   };
 
   // All warps' of one column. Their shares do not wait for one another.
@@ -325,22 +321,17 @@ struct DecodeHeads {
 
   // The warps' sums to the others with the same head, and theirs to what was attended.
   static __device__ __forceinline__ void finish(const Shared& shared, const DecodeState& state,
-                                                const Layer& layer, const DecodeItem& item) {
+                                                const DecodeLayer<T>& layer,
+                                                const DecodeItem& item) {
     constexpr int COLUMNS = OWN * D, STEP = OWN * WIDE;
     const int splits = state.splits, team = item.team;
-    const int target = team * COLUMNS;
+    u32* const target = layer.attended + wide(team, COLUMNS);
     u64* const own = layer.partials + wide(item.number, STEP);
     for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
       const int head = i / D, column = i % D;
       const Merged sums = of_warps(shared, head, column);
-      if constexpr (JOINED) {
-        const int part = item.number * (D + 4);
-        layer.parts.store(part + i, tagged(sums.result(), layer.tag));
-        if (i == 0) layer.parts.store_pair(part + D, tagged(sums.log(), layer.tag));
-        continue;
-      }
       if (splits == 1) {
-        layer.attended.store(target + i, tagged(sums.result(), layer.tag));
+        store_word(target + i, tagged(sums.result(), layer.tag));
         continue;
       }
       store_word(own + head * WIDE + column, tagged(sums.value, layer.tag));
@@ -349,16 +340,14 @@ struct DecodeHeads {
         store_word(own + head * WIDE + D + 1, tagged(sums.total, layer.tag));
       }
     }
-    if (JOINED || splits == 1) return;
-    merge_items(layer.partials + wide(team * splits, STEP), splits, item, layer.tag, layer.attended,
-                target);
+    if (splits == 1) return;
+    merge_items(layer.partials + wide(team * splits, STEP), splits, item, layer.tag, target);
   }
 
   // Columns of all items of a head, whose sums are `from` and STEP behind each other. Neighbouring
   // lanes have a column, each every so-many-th item's, and add up in pairs.
   static __device__ __forceinline__ void merge_items(const u64* from, int splits,
-                                                     const DecodeItem& item, u32 tag,
-                                                     const Shown& attended, int target) {
+                                                     const DecodeItem& item, u32 tag, u32* target) {
     constexpr int STEP = OWN * WIDE;
     const int lanes = 1 << item.lanes_log2, own = threadIdx.x & (lanes - 1), end = item.end_column;
     const int thread = threadIdx.x >> item.lanes_log2, each = THREADS >> item.lanes_log2;
@@ -370,7 +359,7 @@ struct DecodeHeads {
         const u64 *const top = head + other * STEP + D, *const value = top - D + column % D;
         const u64* const from[] = {top, value, top + 1};
         u64 words[3];
-        await(words, tag, [&](int i) { return from[i]; }, [](int) { return true; });
+        await(words, tag, [&](int i) { return load_word(from[i]); }, [](int) { return true; });
         const Merged one = {number(words[0]), number(words[1]), number(words[2])};
         sums.add(one);
       }
@@ -381,7 +370,7 @@ struct DecodeHeads {
         other.total = __shfl_xor_sync(FULL_MASK, sums.total, distance);
         sums.add(other);
       }
-      if (own == 0 && i < end) attended.store(target + i, tagged(sums.result(), tag));
+      if (own == 0 && i < end) store_word(target + i, tagged(sums.result(), tag));
     }
   }
 };

@@ -12,28 +12,6 @@
 #pragma once
 #include "ptx/atomic.cuh"
 
-// Words that all blocks wait for are there several times, and a block reads one of these: an L2 slice gives
-// one block after the other the line that they all want.
-template <int COPIES, typename Word>
-struct Copies {
-  Word* first;
-  int size;  // of one
-
-  __device__ __forceinline__ void store(int i, Word word) const {
-#pragma unroll
-    for (int copy = 0; copy < COPIES; ++copy) store_word(first + copy * size + i, word);
-  }
-  // Two words as one of 64 bits.
-  __device__ __forceinline__ void store_pair(int i, u64 pair) const {
-#pragma unroll
-    for (int copy = 0; copy < COPIES; ++copy)
-      store_word(reinterpret_cast<u64*>(first + copy * size + i), pair);
-  }
-  __device__ __forceinline__ const Word* own() const {  // of this block
-    return first + blockIdx.x % COPIES * size;
-  }
-};
-
 template <typename T>
 __device__ __forceinline__ u32 tagged(T x, u32 tag) {
   return static_cast<u32>(*reinterpret_cast<const u16*>(&x)) << 16 | (tag & 0xffff);
@@ -52,32 +30,24 @@ __device__ __forceinline__ float number(u64 word) {
 }
 
 __device__ __forceinline__ bool has_come(u64 word, u32 tag) { return word >> 32 == tag; }
-// Bits in which tags are not `tag`; those of words of 32 bits are the lower 16.
-__device__ __forceinline__ u32 tags_apart(u64 word, u32 tag) {
-  return static_cast<u32>(word >> 32) ^ tag;
-}
-__device__ __forceinline__ u32 tags_apart(uint4 w, u32 tag) {
-  return (w.x ^ tag) | (w.y ^ tag) | (w.z ^ tag) | (w.w ^ tag);
-}
 __device__ __forceinline__ bool has_come(uint4 w, u32 tag) {
-  return (tags_apart(w, tag) & 0xffff) == 0;
+  return (((w.x ^ tag) | (w.y ^ tag) | (w.z ^ tag) | (w.w ^ tag)) & 0xffff) == 0;
 }
 
-// Words that are waited for together: those that have not come are read again, at once, so that it is one
-// trip however many there are. Those that have come are not: all blocks read the same lines, and an L2
-// slice gives them one after the other. at(i): where the i-th is; there(i): whether it is wanted at all.
-template <int COUNT, typename Word, typename At, typename There>
-__device__ __forceinline__ void await(Word (&words)[COUNT], u32 tag, const At& at,
+// Words that are waited for together: all are read again, at once, until the last one has come, so that
+// it is one trip however many there are. load(i): the i-th; there(i): whether it is wanted at all.
+template <int COUNT, typename Word, typename Load, typename There>
+__device__ __forceinline__ void await(Word (&words)[COUNT], u32 tag, const Load& load,
                                       const There& there) {
-  u32 missing = 0;
+  bool all;
+  do {
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) missing |= there(i) ? 1u << i : 0, words[i] = Word();
-  while (missing) {
+    for (int i = 0; i < COUNT; ++i)
+      if (there(i)) words[i] = load(i);
+    all = true;
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) load_words_if(words[i], at(i), missing >> i & 1);
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) missing &= ~((has_come(words[i], tag) ? 1u : 0u) << i);
-  }
+    for (int i = 0; i < COUNT; ++i) all = all && (!there(i) || has_come(words[i], tag));
+  } while (!all);
 }
 
 // Four numbers of 16 bits, side by side.

@@ -67,14 +67,14 @@ __device__ __forceinline__ Product<T> product_of(const T* weights, const LayerWe
           static_cast<int>(layer.window)};
 }
 
-// Outputs that a block has of a product, and how many stages a tile of them has. Where they do not divide, some blocks have one more: others by
+// Outputs that a block has of a product. Where they do not divide, some blocks have one more: others by
 // each `turn`, so that all of them read as much in the end.
 template <typename T>
-__device__ __forceinline__ void share_out(Product<T>& product, int n, int stages, int turn) {
+__device__ __forceinline__ void share_out(Product<T>& product, int n, int parts, int turn) {
   const int blocks = gridDim.x, at = (blockIdx.x + turn * 29) % blocks;
   product.begin = static_cast<int>(static_cast<i64>(n) * at / blocks);
   product.outputs = static_cast<int>(static_cast<i64>(n) * (at + 1) / blocks) - product.begin;
-  product.inverse = Quotient::inverse(stages);
+  product.inverse = Quotient::inverse(parts);
 }
 
 // `count` elements come to L2, a part of the lines by each block. By one warp.

@@ -7,23 +7,21 @@
 //
 // Then they leave them in shared memory, side by side for PLACES tiles. When all have left theirs, each
 // thread adds up the warps' sums of its outputs, in the order of the warps, and does what is to be done
-// with them. The next PLACES tiles, also those of the next product, have another buffer: whoever meets
-// the others there is done with this one. So there is one meeting for PLACES tiles.
+// with them: two meetings a product, however many tiles there are up to PLACES.
 #pragma once
 #include "step/gathered_rows.cuh"
 #include "step/weight_ring.cuh"
 
 template <typename T, typename Ring, int WARPS, int MOST, typename Meet>
 struct TileSums {
-  static constexpr int TILE = Ring::TILE, THREADS = 32 * WARPS, PLACES = 4;
+  static constexpr int TILE = Ring::ROWS, THREADS = 32 * WARPS, PLACES = 8;
   static constexpr int EACH = ceil_div(PLACES * TILE * MOST, THREADS);  // outputs of a thread
   struct Shared {
-    float sums[2][PLACES][WARPS][MOST][TILE];
+    float sums[PLACES][WARPS][MOST][TILE];
   };
   Ring& ring;
   Shared& shared;
   const int m;
-  int buffer = 0;
 
   __device__ __forceinline__ TileSums(Ring& ring, Shared& shared, int m)
       : ring(ring), shared(shared), m(m) {}
@@ -54,19 +52,21 @@ struct TileSums {
     }
   };
 
-  // rows: shared memory, [m][k + GATHERED_GAP], of which each warp has its own columns. Of the outputs that this thread
+  // rows: shared memory, [m][k + GATHERED_GAP], which all have met for. Of the outputs that this thread
   // adds up, the j-th: before(j, row, column): what it will want, asked for (of the first PLACES tiles by
   // the caller, earlier); after(j, row, column, sum and with halves up's): what becomes of it.
   template <typename Before, typename After>
   __device__ __forceinline__ void product(const Work& work, u32 rows, int k, const Before& before,
-                                          const After& after) {
+                                          const After& after) const {
     const int lane = threadIdx.x % WARP_SIZE;
     const int token = min(work.coded ? lane / 4 : lane % 8, m - 1);
     const u32 x = rows + token * (k + GATHERED_GAP) * sizeof(T);
 #pragma unroll 1
     for (int first = 0; first < work.tiles; first += PLACES) {
-      if (first > 0)
+      if (first > 0) {
         work.each(first, m, [&](int j, int row, int column, int, int) { before(j, row, column); });
+        Meet()();  // sums have been added up
+      }
       const int end = min(first + PLACES, work.tiles);
 #pragma unroll 1
       for (int tile = first; tile < end; ++tile) multiply(work, tile, tile - first, x, k);
@@ -74,7 +74,6 @@ struct TileSums {
       work.each(first, m, [&](int j, int row, int column, int tile, int place) {
         after(j, row, column, added_up(tile, row, place, work.halves));
       });
-      buffer ^= 1;
     }
   }
 
@@ -85,22 +84,20 @@ struct TileSums {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int outputs = min(1 << work.log2, work.outputs - (tile << work.log2));
     const int columns = Ring::columns_of(work.coded), part = columns / WARPS;
-    const bool both = Ring::has_both(outputs, work.halves);
     typename Ring::Sums sums = {};
 #pragma unroll 1
     for (int at = 0; at < k; at += columns) {
-      const int low = ring.arrived(), high = both ? ring.arrived() : low;
+      mbarrier_wait(ring.full + 8 * ring.place.stage, ring.place.parity);
       const int own = at + warp * part;
-      Ring::multiply(sums, ring.tile_at(low, high, outputs, work.halves), work.coded,
-                     x + own * sizeof(T), min(max(k - own, 0), part));
+      ring.multiply(sums, outputs, work.halves, work.coded, x + own * sizeof(T),
+                    min(max(k - own, 0), part));
       __syncwarp();
-      if (lane == 0) ring.release(low);
-      if (lane == 0 && both) ring.release(high);
+      release(ring.place, ring.empty + 8 * ring.place.stage, lane == 0);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = lane % 4 * 2 + i % 2;
-      if (row < MOST) shared.sums[buffer][place][warp][row][lane / 4 + i / 2 * 8] = sums.total(i);
+      if (row < MOST) shared.sums[place][warp][row][lane / 4 + i / 2 * 8] = sums.total(i);
     }
   }
 
@@ -108,7 +105,7 @@ struct TileSums {
     float2 total = {0.f, 0.f};
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
-      const float* const sums = shared.sums[buffer][tile][w][row] + place;
+      const float* const sums = shared.sums[tile][w][row] + place;
       total.x += sums[0];
       if (halves) total.y += sums[TILE / 2];
     }

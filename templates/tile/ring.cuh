@@ -13,11 +13,6 @@ struct RingPlace {
   __device__ __forceinline__ void advance() {
     if (++stage == SIZE) stage = 0, parity ^= 1;
   }
-  // By so many, up to SIZE.
-  __device__ __forceinline__ void advance(int steps) {
-    stage += steps;
-    if (stage >= SIZE) stage -= SIZE, parity ^= 1;
-  }
 };
 
 // Where a ring stands after `count` steps.

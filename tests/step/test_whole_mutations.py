@@ -11,34 +11,33 @@ from tests.core.mutations import Bug
 from tests.core.test_mutations import KINDS, outcome
 
 K, T = "kernels_cu/step/whole.cu", "templates/step/"
-SMALL = {"kernel": "decode_step.whole", "params": {"head_dim": 16, "joined": False}}
-JOINED = {"kernel": "decode_step.whole", "params": {"head_dim": 16, "joined": True}}
+SMALL = {"kernel": "decode_step.whole", "params": {"head_dim": 16, "norm": "rms"}}
 CODED = {"kernel": "decode_step.whole", "params": {"head_dim": 32, "codes": True}}
 
 BUGS = (
-    Bug("no wait for a stage", T + "weight_ring.cuh",
-        "mbarrier_wait(full + 8 * stage, place.parity);", "", by="race", **SMALL),
+    Bug("no wait for a stage", T + "tile_sums.cuh",
+        "mbarrier_wait(ring.full + 8 * ring.place.stage, ring.place.parity);", "", by="race",
+        **SMALL),
     Bug("a stage fetched before it is free", T + "weight_ring.cuh",
-        "if (__all_sync(FULL_MASK, mbarrier_test(barrier, parity))) return;\n    if (lead",
-        "return;\n    if (lead", by="race", **SMALL),
+        "if (__all_sync(FULL_MASK, mbarrier_test(barrier, parity))) return;\n    bool more = true;",
+        "return;\n    bool more = true;", by="race", **SMALL),
     Bug("sums added up before all are there", T + "tile_sums.cuh",
         "Meet()();  // sums are there", "", by="race", **SMALL),
-    Bug("sums left where others are added up", T + "tile_sums.cuh", "buffer ^= 1;", "", by="race",
-        **SMALL),
+    Bug("sums left where others are added up", T + "tile_sums.cuh",
+        "Meet()();  // sums have been added up", "", by="race", **SMALL),
     Bug("rows gathered where attention is not over", K,
         "angles, meet);\n      meet();", "angles, meet);", by="race", **SMALL),
     Bug("rows multiplied before they are there", K,
-        "columns, tag);\n    }\n    __syncwarp();", "columns, tag);\n    }", by="race", **SMALL),
-    Bug("words taken as they are", T + "exchange.cuh", "while (missing) {", "if (missing) {",
+        ": at.inner(), k, tag);\n    }\n    meet();", ": at.inner(), k, tag);\n    }", by="race",
+        **SMALL),
+    Bug("words taken as they are", T + "exchange.cuh", "while (!all);", "while (false);",
         by="numbers", **SMALL),
     Bug("the new key left out", T + "decode_heads.cuh",
         "if (key + i * STEP == cached && span.fresh)", "if (false)", by="numbers", **SMALL),
     Bug("a key beyond the window", T + "decode_heads.cuh", "max(item.keys - window, 0)",
         "max(item.keys - window - 1, 0)", by="numbers", **SMALL),
-    Bug("a tile's second rows are its first", T + "weight_ring.cuh", ": high + min(i - ROWS",
-        ": low + min(i - ROWS", by="numbers", **SMALL),
-    Bug("a work item's outcome left out", T + "gathered_rows.cuh", "total += share;",
-        "total = share;", by="numbers", **JOINED),
+    Bug("half of a tile's second rows", T + "weight_ring.cuh", "min(i % 8, last) + i / 8 * 8",
+        "min(i % 8, last)", by="numbers", **SMALL),
     Bug("codes by another group's scale", T + "weight_ring.cuh", "BYTES + warp * CODED_PART / 64",
         "BYTES", by="numbers", **CODED),
     Bug("rows not normalised", K, "sum.x *= by, sum.y *= by;", "", by="numbers", **CODED),

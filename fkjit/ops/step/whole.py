@@ -22,6 +22,7 @@ from fkjit.runtime.interop import CPU, View
 _CALL = "decode_step"
 _SPAN, _GROUP = 32, 128  # columns of a weight that a warp takes at a time; of codes
 _CPU_BLOCKS = 4
+_ITEMS = 4  # of a query head, at least, where it has items of its own
 Ring = tuple[int, int, int, int]
 
 
@@ -51,8 +52,8 @@ class Model(NamedTuple):
     """What a step's kernel is made for. heads_q, heads_kv, head_dim, mlp, eps: as a ModelConfig's.
     advance: whether tokens and positions become the next ones, by the largest logits. codes: some
     weights of layers are of int4. long: sequences may be long, so that keys are read once rather
-    than for each query head. ring: columns of a stage, stages, warps that fetch, stages
-    of each under way; None: the usual."""
+    than for each query head. ring: columns of a stage, stages, those under way, warps that
+    fetch; None: the usual."""
 
     heads_q: int
     heads_kv: int
@@ -137,19 +138,13 @@ def _spans(model: Model) -> int:
 
 def splits_of(model: Model, rows: int, blocks: int) -> int:
     """Work items of a sequence and its heads: together no more than there are blocks."""
-    if joins(model, rows, blocks):
-        return kernel.JOINED_SPLITS
     return max(1, blocks * own_heads(model, rows, blocks) // (rows * model.heads_q))
-
-
-def joins(model: Model, rows: int, blocks: int) -> bool:
-    """Whether each query head has work items of its own, which are merged by who takes them."""
-    return not model.long and kernel.JOINED_SPLITS * rows * model.heads_q <= blocks
 
 
 def own_heads(model: Model, rows: int, blocks: int) -> int:
     """Query heads of a work item of attention: one, or all of a key head."""
-    return 1 if joins(model, rows, blocks) else model.heads_q // model.heads_kv
+    one = not model.long and _ITEMS * rows * model.heads_q <= blocks
+    return 1 if one else model.heads_q // model.heads_kv
 
 
 def exchange_words(model: Model, rows: int, hidden: int, blocks: int) -> int:
@@ -206,8 +201,8 @@ def _variant(
     if ring is None:
         return None
     return {"most": most, "room": room, "aside": aside, "ring": ring, "group": group,
-            "own": own, "joined": joins(model, rows, blocks), "head_dim": dim,
-            "activation": model.activation, "gate": model.gate, "codes": model.codes}  # fmt: skip
+            "own": own, "head_dim": dim, "activation": model.activation, "gate": model.gate,
+            "codes": model.codes}  # fmt: skip
 
 
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:

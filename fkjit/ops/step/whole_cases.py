@@ -10,13 +10,7 @@ import numpy as np
 
 from fkjit.ops.gemm.cases import TOLERANCE, activated
 from fkjit.ops.rope.frequencies import rope_table
-from fkjit.ops.step.whole_kernel import (
-    JOINED_SPLITS,
-    LAYER_WORDS,
-    NONE,
-    SCALES,
-    exchange_places,
-)
+from fkjit.ops.step.whole_kernel import LAYER_WORDS, NONE, SCALES, exchange_places
 from fkjit.runtime.interop import numpy_dtype
 from fkjit.spec import Arrays, Params, Problem, Verification
 
@@ -36,11 +30,8 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """Of a window, biases, one sequence and several, one of which is none."""
     dim, group = params["head_dim"], params["group"]
     full = scale == "full"
-    joined = params["joined"]
-    heads = -(-32 // (group * dim))  # of keys: whole spans
-    few = JOINED_SPLITS * group * heads if joined else 4 if params["own"] == group else 8
-    blocks = 132 if full else few
-    least = heads if joined else 2 if params["own"] == group else 1
+    blocks = 132 if full else 4 if params["own"] == group else 8
+    least = 2 if params["own"] == group else 1
     heads_kv = max(least, -(-blocks // (group * dim)))  # every block has outputs of each product
     if params["codes"]:
         heads_kv = max(1, _GROUP // (group * dim))
@@ -52,7 +43,7 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
             **said, "m": m, "layers": 2, "hidden": hidden, "mlp": mlp, "vocabulary": _LOGITS,
             "heads_q": heads_kv * group, "heads_kv": heads_kv, "head_dim": dim, "group": group,
             "eps": 1e-5, "blocks": blocks, "advance": m > 1,
-            "own": params["own"], "joined": joined, "splits": blocks if full else 2,
+            "own": params["own"], "splits": blocks if full else 2,
             "logits_stride": _LOGITS + 4, "table_rows": 40 if params["rope"] else 0,
             "max_sequences": _SEQUENCES, "max_pages": 3, "num_pages": _PAGES, "page_size": _PAGE,
             "layout": "nhd", "window": window, "biased": biased,
@@ -60,12 +51,10 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
             "pages": (_PAGE * heads_kv * dim, dim, heads_kv * dim),
         })  # fmt: skip
         heads = m * heads_kv * group // params["own"]
-        splits = min(found[-1]["splits"], blocks // heads) or 1
-        found[-1]["splits"] = JOINED_SPLITS if joined else splits
-    items = JOINED_SPLITS if joined else 1
+        found[-1]["splits"] = min(found[-1]["splits"], blocks // heads) or 1
     return [
         one for one in found
-        if one["m"] * one["heads_q"] * items <= one["blocks"] * one["own"]
+        if one["m"] * one["heads_q"] <= one["blocks"] * one["own"]
     ]  # fmt: skip
 
 

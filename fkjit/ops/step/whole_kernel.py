@@ -19,38 +19,31 @@ from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
 ROWS = (1, 2, 4, 8)  # there is room for
 HEAD_DIMS, GROUPS = (64, 128, 16, 32), (4, 1, 2, 3, 6, 7, 8)
 WARPS = 8  # that compute
-COPIES = 2  # of numbers that all blocks wait for
-JOINED_SPLITS = 4  # work items of a query head whose outcomes are merged by who takes them
 ROW_GAP = 8  # elements between rows, as templates/step/gathered_rows.cuh has it
 _PRODUCT = 56  # bytes of a Product of templates/step/layers.cuh
 LAYER_WORDS = 17  # of a layer in `layers`: LayerWeights of the kernel
 SCALES = 4  # of those: of qkv, out, up, down
 CODED_COLUMNS = (512, 256)  # of a ring for codes
 NONE = -1 << 62  # there, of what there is not
-_TILE_ROWS, _STAGE_ROWS = 16, 8  # rows of a weight in a tile, in a stage
-_GAP, _CODED_GAP = 16, 64  # bytes between them
-_PLACES = 8  # of tiles whose sums wait to be added up, or are
+_TILE_ROWS, _GAP, _CODED_GAP = 16, 16, 64  # rows of a weight in a stage; bytes between them
+_PLACES = 8  # of tiles whose sums wait to be added up
 _BLOCK_BYTES = 226 << 10  # of shared memory, 1 KB for barriers left out
-# Columns of a stage, stages, warps that fetch, stages of each that are under way.
+# Columns of a stage, stages, of which under way, warps that fetch.
 RINGS = (
-    (1024, 12, 4, 1),
-    (1024, 8, 4, 1),
-    (768, 16, 4, 1),
-    (768, 12, 4, 1),
-    (768, 8, 4, 1),
-    (512, 20, 4, 2),
-    (512, 16, 4, 2),
-    (512, 12, 4, 2),
-    (256, 16, 4, 2),
-    (256, 4, 2, 1),
-    (1024, 12, 4, 2),
-    (1024, 12, 3, 1),
-    (1024, 12, 2, 2),
-    (768, 16, 4, 2),
-    (512, 20, 4, 1),
-    (512, 20, 4, 3),
+    (512, 12, 3, 2),
+    (512, 11, 3, 2),
+    (512, 10, 3, 2),
+    (512, 9, 3, 2),
+    (512, 8, 3, 2),
+    (768, 8, 2, 2),
+    (768, 7, 2, 2),
+    (768, 6, 2, 2),
+    (768, 5, 2, 2),
+    (768, 4, 2, 2),
+    (256, 8, 2, 2),
+    (256, 5, 2, 2),
 )
-_SMALL = (256, 4, 2, 1)
+_SMALL = RINGS[-1]
 _ROOMS = (25, 8, 12, 16, 28, 42, 56, 74, 88, 140)  # KB for rows, and what is beside them
 _ASIDE = (8, 1, 2, 4, 6, 12, 20)  # KB of that beside the rows
 
@@ -63,11 +56,10 @@ _PARAMS = (
     Param("head_dim", HEAD_DIMS, "columns of a head"),
     Param("group", GROUPS, "query heads of a key head"),
     Param("own", GROUPS, "of those in a work item of attention: one or all"),
-    Param("joined", (False, True), "whether who takes a head merges its work items' outcomes"),
     Param("most", ROWS, "sequences there is room for"),
     Param("room", _ROOMS, "KB of shared memory for their rows and what is beside them"),
     Param("aside", _ASIDE, "KB of that for the list of products and a norm's weights"),
-    Param("ring", RINGS, "columns of a stage, stages, warps that fetch, stages of each under way",
+    Param("ring", RINGS, "columns of a stage, stages, of which under way, warps that fetch",
           tunable=True),
 )  # fmt: skip
 
@@ -75,7 +67,7 @@ _PARAMS = (
 def ring_shared(ring: tuple[int, int, int, int], codes: bool) -> int:
     """Bytes of a ring's stages."""
     columns, stages, *_ = ring
-    return stages * _STAGE_ROWS * (2 * columns + (_CODED_GAP if codes else _GAP))
+    return stages * _TILE_ROWS * (2 * columns + (_CODED_GAP if codes else _GAP))
 
 
 def ring_fits(ring: tuple[int, int, int, int], codes: bool, space: int) -> bool:
@@ -110,20 +102,19 @@ def exchange_places(p: Problem) -> tuple[int, ...]:
     counts launches."""
     m, dim = p["m"], p["head_dim"]
     heads = p["heads_q"] + 2 * p["heads_kv"]
-    shown = (m * p["hidden"], m * p["heads_q"] * dim, m * p["mlp"])
     arrays = (
-        2 * m * heads * dim, 2 * COPIES * m * p["heads_q"] * p["splits"] * (dim + 4),
-        *(COPIES * one for one in shown), 2 * m * p["blocks"],
+        2 * m * heads * dim, 2 * m * p["heads_q"] * p["splits"] * (dim + 2), m * p["hidden"],
+        m * p["heads_q"] * dim, m * p["mlp"], 2 * m * p["blocks"],
     )  # fmt: skip
     return tuple(accumulate((-(-one // 4) * 4 for one in arrays), initial=4))
 
 
 def _derive(params: Params) -> dict[str, Any]:
-    columns, stages, fetchers, flight = params["ring"]
+    columns, stages, flight, fetchers = params["ring"]
     return {
         **epilogue.values(params["activation"]), "centered": params["norm"] == "layer",
         "columns": columns, "stages": stages, "flight": flight, "fetchers": fetchers,
-        "warps": WARPS, "splits": JOINED_SPLITS, "copies": COPIES,
+        "warps": WARPS,
     }  # fmt: skip
 
 
@@ -152,8 +143,6 @@ def _illegal(params: Params) -> str | None:
         return "has no such epilogue"
     if params["codes"] and params["ring"][0] not in CODED_COLUMNS:
         return "has parts of stages without whole groups of codes"
-    if params["joined"] and params["own"] != 1:
-        return "has items of several heads that would be merged by who takes them"
     if params["own"] not in (1, params["group"]):
         return "has items of neither one query head nor all of a key head"
     if params["room"] - params["aside"] << 10 < _scratch(params["head_dim"], params["own"]):
@@ -165,15 +154,15 @@ def _illegal(params: Params) -> str | None:
 
 # What is compiled ahead: the two models of the documentation, one sequence; and a small one for the
 # interpreter.
-_LLAMA = ("bf16", "rms", True, "silu", True, False, 64, 4, 1, True)
-_GPT2 = ("bf16", "layer", False, "gelu_tanh", False, False, 64, 1, 1, True)
+_LLAMA = ("bf16", "rms", True, "silu", True, False, 64, 4, 1)
+_GPT2 = ("bf16", "layer", False, "gelu_tanh", False, False, 64, 1, 1)
 _AHEAD = tuple(
     dict(zip((param.name for param in _PARAMS), said, strict=True))
     for said in (
-        (*_LLAMA, 1, 25, 8, RINGS[0]), (*_GPT2, 1, 16, 6, RINGS[2]),
-        ("fp16", "rms", True, "silu", True, False, 16, 2, 2, False, 2, 12, 1, _SMALL),
-        ("bf16", "layer", False, "gelu_tanh", False, False, 16, 1, 1, True, 1, 8, 1, _SMALL),
-        ("bf16", "rms", True, "silu", True, True, 32, 4, 4, False, 2, 16, 1, _SMALL),
+        (*_LLAMA, 1, 25, 8, RINGS[0]), (*_GPT2, 1, 16, 6, (768, 8, 2, 2)),
+        ("fp16", "rms", True, "silu", True, False, 16, 2, 2, 2, 12, 1, _SMALL),
+        ("bf16", "layer", False, "gelu_tanh", False, False, 16, 1, 1, 1, 8, 1, _SMALL),
+        ("bf16", "rms", True, "silu", True, True, 32, 4, 4, 2, 16, 1, _SMALL),
     )
 )  # fmt: skip
 FIELDS: dict[str, Any] = {
@@ -189,7 +178,7 @@ FIELDS: dict[str, Any] = {
     "shared_bytes": lambda params: (
         (params["room"] << 10) + ring_shared(params["ring"], params["codes"])
     ),
-    "block": lambda params: (32 * (WARPS + params["ring"][2]), 1, 1),
+    "block": lambda params: (32 * (WARPS + params["ring"][3]), 1, 1),
     "grid": lambda params, p: (p["blocks"], 1, 1),
     "arguments": _arguments,
     "shape_class": lambda p: {"m": p["m"], "hidden": p["hidden"], "layers": p["layers"]},
