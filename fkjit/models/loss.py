@@ -19,7 +19,7 @@ from typing import Any
 
 from fkjit.arguments import one_of, shown, whole
 from fkjit.errors import ArgumentTypeError, ParameterError
-from fkjit.ops.elementwise.scale import scale
+from fkjit.ops.elementwise.scale_gradient import scale_gradient
 from fkjit.ops.gemm.call import linear
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.autograd import Differentiable, Tensors, is_last
@@ -183,7 +183,7 @@ def _backward(saved: Tensors, gradients: Tensors, needed: Tensors, options: Any)
         scaled = iter(torch._foreach_mul(there, factor) if there else ())
         return (*(None if made is None else next(scaled) for made in found), None)
     for made in there:
-        scale(made.view(-1), gradients[0].view(1))
+        scale_gradient(made.view(-1), gradients[0].view(1))
     return (*found, None)
 
 

@@ -16,7 +16,7 @@ from fkjit.user_kernels import load_folder
 KERNELS = (
     "elementwise.vector_add",
     "elementwise.adamw",
-    "elementwise.scale",
+    "elementwise.scale_gradient",
     "reduce.kernels",
     "reduce.cross_entropy",
     "norm.kernels",

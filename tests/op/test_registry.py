@@ -12,7 +12,7 @@ from fkjit.spec import find, registered
 KERNELS = [
     "vector_add.rows",
     "adamw.rows",
-    "scale.rows",
+    "scale_gradient.rows",
     "reduce.blocks",
     "reduce.lanes",
     "cross_entropy.rows",

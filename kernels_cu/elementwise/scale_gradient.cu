@@ -13,10 +13,10 @@ constexpr int WIDTH = VECTOR ? 16 / sizeof(elem_t) : 1;
 static_assert(THREADS % WARP_SIZE == 0, "whole warps");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    scale(const elem_t* x,                   // [elements]
-          const float* __restrict__ factor,  // [1]
-          elem_t* out,                       // [elements], may be x
-          const i64 elements) {
+    scale_gradient(const elem_t* x,                   // [elements]
+                   const float* __restrict__ factor,  // [1]
+                   elem_t* out,                       // [elements], may be x
+                   const i64 elements) {
   after_previous_kernel();
   const float by = *factor;
   if (out == x && by == 1.f) return;

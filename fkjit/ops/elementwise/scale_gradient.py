@@ -12,13 +12,13 @@ from fkjit.runtime.interop import CPU, ITEMSIZE, View
 from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register, size_class
 from fkjit.tuning import tuned
 
-_CALL = "scale"
+_CALL = "scale_gradient"
 _BYTES = 16  # of an access
 _BLOCKS = 8  # of a multiprocessor
 _LARGEST_CLASS = 1 << 28
 
 
-def scale(x: Any, factor: Any) -> None:
+def scale_gradient(x: Any, factor: Any) -> None:
     """x *= factor, in place; where that is 1 nothing is read.
 
     Args:
@@ -51,8 +51,8 @@ SCALE = register(
     KernelSpec(
         op=_CALL,
         name="rows",
-        source="elementwise/scale.cu",
-        entry="scale",
+        source="elementwise/scale_gradient.cu",
+        entry="scale_gradient",
         pdl=True,
         doc="an array times a number that lies in memory",
         params=(
@@ -71,7 +71,7 @@ SCALE = register(
             flops=lambda p: float(p["elements"]),
             bytes=lambda p: 2.0 * ITEMSIZE[p["dtype"]] * p["elements"],
         ),
-        verification="fkjit.ops.elementwise.cases_scale:SCALE",
+        verification="fkjit.ops.elementwise.cases_scale_gradient:SCALE",
     )
 )
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fkjit.ops.elementwise.scale import scale
+from fkjit.ops.elementwise.scale_gradient import scale_gradient
 from tests.core.mutations import Bug
 from tests.core.sampling import ONE_OF_EACH_KIND
 from tests.core.test_mutations import KINDS, outcome
 
-FILE = "kernels_cu/elementwise/scale.cu"
-ROWS = {"kernel": "scale.rows", "params": {"dtype": "fp32", "vector": True, "threads": 128}}
+FILE = "kernels_cu/elementwise/scale_gradient.cu"
+ROWS = {"kernel": "scale_gradient.rows", "params": {"dtype": "fp32", "vector": True, "threads": 128}}
 BUGS = (
     Bug("an access behind the end", FILE, "at + WIDTH <= elements", "at < elements", by="memory",
         **ROWS),
@@ -32,5 +32,5 @@ def test_a_planted_bug_is_found(bug, monkeypatch):
 @pytest.mark.parametrize("factor", [1.0, -0.5])
 def test_in_place(factor):
     x = np.arange(37, dtype=np.float32)
-    scale(x, np.array([factor], np.float32))
+    scale_gradient(x, np.array([factor], np.float32))
     assert (x == factor * np.arange(37)).all()
