@@ -52,7 +52,7 @@ def inputs(problem: Problem, device: Any) -> Arrays:
     torch, (rows, columns) = device.torch, (problem["rows"], problem["columns"])
     place = getattr(device, "place", "cuda")
     gated = problem["source"] == "gated"
-    shapes = {"x": (rows, columns)}
+    shapes: dict[str, tuple[int, ...]] = {"x": (rows, columns)}
     if gated or problem["residual"]:
         shapes["up" if gated else "residual"] = (rows, columns)
     if not gated:

@@ -8,7 +8,7 @@ from typing import Any
 
 import fkjit
 from fkjit.arch import Arch
-from fkjit.ops.quantize import cases_linear, kernels_bytes, kernels_few, select
+from fkjit.ops.quantize import cases_linear, kernels_blocks, kernels_bytes, kernels_few, select
 from fkjit.ops.quantize.product import is_quantized
 from fkjit.ops.quantize.schemes import SCHEMES
 from fkjit.runtime.device import multiprocessors
@@ -23,7 +23,14 @@ _ROWS = 64  # checked at the end, and as many spread over the rest
 _SMS = 132
 _WHOLE = {
     spec.name: spec
-    for spec in (kernels_few.GEMV, kernels_few.SKINNY, kernels_bytes.WGMMA, kernels_bytes.MMA)
+    for spec in (
+        kernels_few.GEMV,
+        kernels_few.GEMV_SM90,
+        kernels_few.SKINNY,
+        kernels_blocks.WGMMA_BLOCKS,
+        kernels_bytes.WGMMA,
+        kernels_bytes.MMA,
+    )
 }
 
 

@@ -41,6 +41,7 @@ KERNELS = (
     "quantize.kernels_few",
     "quantize.kernels_made",
     "quantize.kernels_bytes",
+    "quantize.kernels_blocks",
     "step.kernels",
     "step.stream_kernel",
     "step.logits",

@@ -52,7 +52,8 @@ struct ScaledPairs : Pairs {
 // A lane's scales of 128 of k: its rows', and that of its outputs, or of gate and of up.
 template <int M, bool GATE>
 struct BlockScales {
-  float of_rows[2 * M], of_outputs[GATE ? 2 : 1];
+  static constexpr int COUNT = GATE ? 2 : 1;
+  float of_rows[2 * M], of_outputs[COUNT];
 
   // x_scales: [m, groups], of the lane's first row; scales: [ceil(outputs / 128), groups].
   __device__ __forceinline__ void load(const float* x_scales, const float* scales, int row, int m,
@@ -62,7 +63,7 @@ struct BlockScales {
       of_rows[i] = __ldg(x_scales + static_cast<i64>(min(row + i * 8, m - 1)) * groups + group);
     of_outputs[0] = __ldg(scales + min(column, n - 1) / 128 * groups + group);
     if (GATE)
-      of_outputs[GATE ? 1 : 0] = __ldg(scales + (n + min(column, n - 1)) / 128 * groups + group);
+      of_outputs[COUNT - 1] = __ldg(scales + (n + min(column, n - 1)) / 128 * groups + group);
   }
 };
 
@@ -77,6 +78,18 @@ __device__ __forceinline__ void add_scaled(float (&total)[M][N][4], const float 
 #pragma unroll
     for (int i = 0; i < N; ++i)
       total[j / 4][i][j % 4] += (i < N / 2 ? low : high) * sums[j / 4][i][j % 4];
+  }
+}
+
+template <int N, bool GATE>
+__device__ __forceinline__ void add_scaled(float (&total)[N][4], const float (&sums)[N][4],
+                                           const BlockScales<1, GATE>& by) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float low = by.of_rows[j / 2] * by.of_outputs[0];
+    const float high = GATE ? by.of_rows[j / 2] * by.of_outputs[GATE ? 1 : 0] : low;
+#pragma unroll
+    for (int i = 0; i < N; ++i) total[i][j] += (i < N / 2 ? low : high) * sums[i][j];
   }
 }
 

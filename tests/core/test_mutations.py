@@ -39,7 +39,7 @@ def outcome(bug: Bug, monkeypatch: pytest.MonkeyPatch, plant: bool) -> str:
             if str(path).endswith(bug.file) else read(path, who),
         )  # fmt: skip
     targets = {"sm75": "compute_75", "sm90": "compute_90a", "gmma": "compute_90a",
-               "hole": "compute_90a", "held": "compute_90a"}  # fmt: skip
+               "hole": "compute_90a", "held": "compute_90a", "ocks": "compute_90a"}  # fmt: skip
     target = targets.get(bug.kernel[-4:], "compute_80")
     monkeypatch.setattr("fkjit.jit.build.settings", lambda: replace(settings(), target=target))
     spec = find(bug.kernel)

@@ -11,7 +11,8 @@ from tests.core.sampling import ONE_OF_EACH_KIND
 from tests.core.test_mutations import KINDS, outcome
 
 FILE = "kernels_cu/elementwise/scale_gradient.cu"
-ROWS = {"kernel": "scale_gradient.rows", "params": {"dtype": "fp32", "vector": True, "threads": 128}}
+PARAMS = {"dtype": "fp32", "vector": True, "threads": 128}
+ROWS = {"kernel": "scale_gradient.rows", "params": PARAMS}
 BUGS = (
     Bug("an access behind the end", FILE, "at + WIDTH <= elements", "at < elements", by="memory",
         **ROWS),

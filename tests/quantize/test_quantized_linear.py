@@ -141,6 +141,24 @@ def test_x_is_quantized_by_the_call(on):
     check(fkjit.quantize(x, "fp8_tensor"), weight, lost=SHORT)
 
 
+def test_codes_out_of_a_gate(on):
+    """What quantize makes of the same sums, to the bit: of two dimensions before the rows, with a
+    ragged last tile of them and several of columns."""
+    on("compute_90a")
+    weight = fkjit.quantize(normal(512, 272), "fp8_block", weight=True)
+    x, bias = normal(2, 70, 272), normal(512)
+    said = {"gate": True, "activation": "silu", "scale": 0.5}
+    found = fkjit.linear(x, weight, bias, out_scheme="fp8_block", **said)
+    wanted = fkjit.quantize(fkjit.linear(x, weight, bias, out_dtype="fp32", **said), "fp8_block")
+    assert found.scheme == "fp8_block" and tuple(found.scales.shape) == (2, 70, 2)
+    assert torch.equal(found.scales, wanted.scales)
+    assert torch.equal(found.data.view(torch.uint8), wanted.data.view(torch.uint8))
+    fkjit.prepare("linear", x, weight, bias, out_scheme="fp8_block", **said)
+    on("compute_89")
+    with pytest.raises(ParameterError, match="'wgmma_blocks', which is not there on sm_89"):
+        fkjit.linear(x, weight, bias, out_scheme="fp8_block", **said)
+
+
 # ------------------------------------------------------------------ errors
 
 
@@ -174,6 +192,10 @@ X = torch.ones(4, 128, dtype=torch.bfloat16)
          ParameterError, "weight=True"),
         (lambda: fkjit.linear(X, w4(), weight_layout="kn"), ParameterError,
          "weight_layout='kn' with a quantized weight; allowed: 'nk'"),
+        (lambda: fkjit.linear(X, X, out_scheme="fp8_block"), ParameterError,
+         "with a weight of numbers, gate=False; allowed: a weight quantized by 'fp8_block', gate"),
+        (lambda: fkjit.linear(X, w4(), out_scheme="fp8_row", gate=True), ParameterError,
+         "out_scheme='fp8_row'; allowed: None, or 'fp8_block' .* fkjit.quantize_gated of gate and"),
         (lambda: fkjit.linear(X, w4(), precision="short"), ParameterError,
          "precision='short' is not one of ieee"),
         (lambda: fkjit.linear(X, w4(), impl="wgmma"), ParameterError, "allowed: 'auto' or 'gemv'"),
@@ -207,8 +229,20 @@ def test_numpy_and_the_empty():
 )  # fmt: skip
 def test_tiles_are_those_that_were_fastest(m, k, code, tile):
     problem = {**CODED, "m": m, "n": 8192, "k": k, "code": code}
-    found = kernels_bytes.choose(problem, True) if m > 64 else kernels_few.choose(problem)
+    few = kernels_few.choose(problem, True, "gemv")
+    found = kernels_bytes.choose(problem, True) if m > 64 else few
     assert found is not None and tile in (found[1].get("tile"), found[1].get("block"))
+
+
+@pytest.mark.parametrize(
+    ("k", "hopper", "more", "kernel"),
+    [(4096, True, {}, "gemv_sm90"), (4096, False, {}, "gemv"), (4224, True, {}, "gemv"),
+     (4096, True, {"aligned_scales": False}, "gemv"), (4096, True, {"code": "int8"}, "gemv"),
+     (4096, True, {"n": 4096}, "gemv")],
+)  # fmt: skip
+def test_tma_brings_rows_of_whole_chunks_of_large_weights(k, hopper, more, kernel):
+    problem = {**CODED, "m": 4, "n": 8192, "k": k, "code": "int4", "span": "group", **more}
+    assert kernels_few.choose(problem, hopper)[0].name == kernel
 
 
 def test_short_sums_where_asked_for(on):

@@ -25,6 +25,9 @@ BLOCKS = {"kernel": "quantized_linear.wgmma",
 TURNS = {"kernel": "quantized_linear.wgmma",
          "params": {"schedule": "pingpong", "cluster": 2}}  # fmt: skip
 
+SM90 = {"kernel": "quantized_linear.gemv_sm90", "params": {"dtype": "bf16", "code": "int4"}}
+WIDE = {"kernel": "quantized_linear.wgmma_blocks", "params": {"out_dtype": "fp32"}}
+
 BUGS = (
     Bug("no barrier before the warps' sums", K + "gemv.cu", SYNC, "", by="race", **GEMV),
     Bug("no barrier before the next tiles' sums", K + "gemv.cu", SYNC, "", by="race", nth=1,
@@ -45,6 +48,15 @@ BUGS = (
         "a[3] = p[0], a[1] = p[1]", by="numbers", **GEMV),
     Bug("bytes of int8 in another order", T + "weights.cuh", "0x7651 + 2 * j", "0x7650 + 2 * j",
         by="numbers", **GEMV8),
+    Bug("sums of the first part of k alone", K + "gemv_sm90.cu", "if (part > 0)", "if (false)",
+        by="numbers", **SM90),
+    Bug("what raised codes add is not taken off", K + "gemv_sm90.cu", "(-sums[0])", "(sums[0])",
+        by="numbers", **SM90),
+    Bug("a stage is free when one warp is done", K + "gemv_sm90.cu",
+        "mbarrier_init(memory.empty(i), WARPS)", "mbarrier_init(memory.empty(i), 1)", by="race",
+        **SM90),
+    Bug("no barrier before the warps' sums", K + "gemv_sm90.cu",
+        "named_barrier_wait<CONSUMERS>(1);", "", by="race", **SM90),
     Bug("no barrier before a stage is filled", K + "skinny.cu", SYNC, "", by="race", **SKINNY),
     Bug("a wait too lax by one", K + "skinny.cu", "cp_async_wait<DEPTH - 2>",
         "cp_async_wait<DEPTH - 1>", by="race", **SKINNY),
@@ -69,6 +81,13 @@ BUGS = (
         by="numbers", **BLOCKS),
     Bug("the first 128's scales", K + "wgmma.cu", "n, step, steps", "n, 0, steps",
         by="numbers", **BLOCKS),
+    Bug("no wait for products", K + "wgmma_blocks.cu", "wgmma_wait<0>();", "", by="wgmma", **WIDE),
+    Bug("one scale for outputs of two blocks", K + "wgmma_blocks.cu", "(WIDE ? time : 0)", "0",
+        by="numbers", **WIDE),
+    Bug("scales in a stage that is not free", K + "wgmma_blocks.cu",
+        "mbarrier_wait(empty, parity);", "", by="race", **WIDE),
+    Bug("the first 128's scales", K + "wgmma_blocks.cu", "* steps + step)", "* steps)",
+        by="numbers", **WIDE),
     Bug("a stage is free when one block is done", K + "wgmma.cu", "4 * CLUSTER * (",
         "4 * (", by="barrier", **BLOCKS),
     Bug("rows of a tile below change places", K + "wgmma.cu", "row + block * 64",

@@ -38,6 +38,7 @@ def linear(
     epilogue_mod_grad: str | None = None,
     save_pre_activation: bool = True,
     precision: str = "ieee",
+    out_scheme: str | None = None,
 ) -> Any:
     """activation(scale * x weightᵀ + bias) + residual, in one kernel, fp32 accumulation.
 
@@ -70,10 +71,12 @@ def linear(
             fp32. A product of two numbers is then off by up to 2^-10 of itself, a sum of k of them
             by some 2^-11.6 of the root of the sum of their squares, as with PyTorch's "high".
             Where an exact kernel is as fast (few rows), it is taken. Other dtypes: no effect.
+        out_scheme: "fp8_block" (Hopper), of a weight quantized by it with gate=True: the result is
+            quantized in the kernel, from its fp32 sums, for a product with such a weight.
 
     Returns:
-        [..., N] in x's framework (`out` if given). With torch it has gradients of x, weight, bias
-        and residual, by the same kernels.
+        [..., N] in x's framework (`out` if given); with out_scheme a QuantizedTensor. With torch it
+        has gradients of x, weight, bias and residual, by the same kernels.
 
     Raises:
         ParameterError: shapes, strides, options or overlaps that are not as above; "tf32" on a GPU
@@ -108,10 +111,18 @@ def linear(
         from fkjit.ops.quantize import linear as quantized
 
         said = LinearOptions(*options)
-        return quantized.linear(linear, weight, x, bias, residual, out, said)
+        return quantized.linear(linear, weight, x, bias, residual, out, said, out_scheme)
+    if out_scheme is not None:
+        _refuse_codes(out_scheme, weight, residual, out, options)
     if epilogue_mod is None:
         return _LINEAR((x, weight, bias, residual), (out, None), options)
     return _explained(_LINEAR, epilogue_mod, (x, weight, bias, residual), (out, None), options)
+
+
+def _refuse_codes(out_scheme: Any, weight: Any, residual: Any, out: Any, options: Any) -> None:
+    from fkjit.ops.quantize.linear import check_out_scheme
+
+    check_out_scheme(out_scheme, weight, residual, out, LinearOptions(*options))
 
 
 def gelu_linear(x: Any, weight: Any, bias: Any = None) -> Any:
@@ -236,13 +247,16 @@ def _prepare(*args: Any, **named: Any) -> None:
     bound.apply_defaults()
     given = bound.arguments
     inputs = tuple(given[name] for name in _LINEAR.inputs)
+    coded = given.pop("out_scheme")
     options = tuple(value for name, value in given.items() if name not in _LINEAR.names)
     if isinstance(given["weight"], tuple):
         x, weight, bias, residual = inputs
         from fkjit.ops.quantize import linear as quantized
 
         said = LinearOptions(*options)
-        return quantized.prepare(_prepare, weight, x, bias, residual, given["out"], said)
+        return quantized.prepare(_prepare, weight, x, bias, residual, given["out"], said, coded)
+    if coded is not None:
+        _refuse_codes(coded, given["weight"], given["residual"], given["out"], options)
     if torch_ops.wants_grad(inputs):
         act, arrays = partial(import_module(_AUTOGRAD).prepare, _LINEAR, _WITH_PRE), inputs
     else:

@@ -13,11 +13,12 @@ from fkjit.ops.gemm.cases import TOLERANCE, activated
 from fkjit.ops.gemm.problem import outputs_of
 from fkjit.ops.grouped.cases import runs, starts
 from fkjit.ops.quantize.cases import decode, encode, scales_of
+from fkjit.ops.quantize.cases_bytes import CODE_STEP, numbers
 from fkjit.ops.quantize.schemes import WIDTH, Scheme
 from fkjit.runtime.interop import numpy_dtype
 from fkjit.spec import Arrays, Params, Problem, Verification
 
-_STEP, _SUMS = 33 / 448, 2e-3
+_SUMS = 2e-3
 _OF_X, _OF_WEIGHT, _BLOCK = Scheme("fp8", "group"), Scheme("fp8", "block"), 64
 _OF_ROWS = Scheme("fp8", "row")
 
@@ -98,19 +99,10 @@ def reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     return {"out": encode(y.astype(np.float32), scales, _OF_X), "out_scales": scales}
 
 
-def numbers(params: Params, name: str, array: Any) -> Any:
-    """e4m3 codes as what they stand for: bytes on both sides of 0 are far from each other."""
-    if name != "out" or not params["coded"]:
-        return array
-    import ml_dtypes
-
-    return np.asarray(array).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-
-
 def tolerance(params: Params) -> float:
     """Of codes a step of the greatest ones, 32 of 448: a sum in another order rounds to another.
     Else at least what Hopper's tensor cores leave of sums of e4m3 products, some 14 bits."""
-    return _STEP if params["coded"] else max(TOLERANCE[params["out_dtype"]], _SUMS)
+    return CODE_STEP if params["coded"] else max(TOLERANCE[params["out_dtype"]], _SUMS)
 
 
 CODES = Verification(

@@ -113,6 +113,18 @@ def _gemv(params: Params, scale: str) -> list[dict[str, Any]]:
     ]
 
 
+def _gemv_sm90(params: Params, scale: str) -> list[dict[str, Any]]:
+    """Ragged tiles, more than a batch of them, k of several parts, a part that is short."""
+    part = 128 * params["tile"][0] * params["tile"][1]
+    if scale == "full":
+        shapes = ((1, 4096, 4096), (8, 4104, 1024), (5, 67, 14336))
+        return [problem(params, *shape, **_everything()) for shape in shapes]
+    return [
+        problem(params, 5, 5 * 16 + 3, part + 1024, multiprocessors=1, **_everything()),
+        problem(params, 8, 16, 1024, bias=False),
+    ]
+
+
 def _skinny(params: Params, scale: str) -> list[dict[str, Any]]:
     """The same, with k in one part and in several."""
     tokens = params["tokens"]
@@ -153,4 +165,5 @@ def _verification(problems: Any) -> Verification:
 
 
 GEMV = _verification(_gemv)
+GEMV_SM90 = _verification(_gemv_sm90)
 SKINNY = _with_memory(_verification(_skinny))

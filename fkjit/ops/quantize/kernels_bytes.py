@@ -57,6 +57,7 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
     rows = params["block"][0] * params.get("cluster", 1)
     return {
         **product.arguments(params, problem, arrays),
+        "out_scales": arrays.get("out_scales"),
         "x_scale_step": int(problem["x_span"] != "tensor"),
         "scale_step": int(problem["span"] != "tensor"),
         "group_rows": max(_GROUP_ROWS // rows, 1),

@@ -9,7 +9,8 @@ from typing import Any
 from fkjit.ops.gemm import epilogue
 from fkjit.ops.quantize import product
 from fkjit.ops.quantize.product import CONTRACT, DTYPES, SMS, illegal_dtypes
-from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, register
+from fkjit.runtime.tensor_map import TensorMap
+from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, register
 
 GEMV_ROWS, SKINNY_ROWS = 8, 64  # of x, at most
 _CODE = Param("code", ("int4", "int8"), "codes of the weight, with a scale for 128 of k")
@@ -31,7 +32,7 @@ def _ahead(spec: KernelSpec, shown: list[Mapping[str, Any]]) -> KernelSpec:
 # ------------------------------------------------------------------ gemv
 
 # Warps, groups of 128 of k that a warp has of a tile, blocks of a multiprocessor.
-GemvTile = tuple[int, int, int]
+GemvTile = tuple[int, ...]
 _GEMV_TILES: tuple[GemvTile, ...] = ((8, 2, 2), (8, 4, 2), (16, 2, 1))
 _GEMV_ROWS, _BATCH = 16, 4  # of the weight, a tile's; tiles whose sums are added up together
 _SLOT = _GEMV_ROWS * 128 // 8  # bytes of a warp's group, for each bit of a code
@@ -82,6 +83,85 @@ GEMV_AHEAD = _ahead(
         {"code": "int4", "tile": (16, 2, 1), **_SWIGLU, **_FINE},
         {"code": "int8", "tile": (8, 2, 2)},
         {"code": "int8", "tile": (8, 4, 2), **_FINE, "out_dtype": "fp16"},
+    ],
+)
+
+# ------------------------------------------------------------------ gemv_sm90
+
+# Warps that multiply, groups of 128 of k that a warp has of a tile, stages, blocks of an SM.
+_SM90_TILES: tuple[GemvTile, ...] = ((16, 2, 2, 1), (8, 2, 3, 2))
+_LEAST_CODES = 1 << 25  # of a weight: with fewer the other kernel is as fast or faster
+_SM90_BATCH = 4  # tiles whose sums are added up together
+_WHOLE = 1024  # what k is a multiple of
+
+
+def _sm90_shared(params: Params) -> SharedLayout:
+    """Stages of rows of codes and of scales, bases, sums, barriers."""
+    warps, groups, stages, _ = params["tile"]
+    row = warps * groups * (16 * product.BITS[params["code"]] + 2)
+    return [
+        *((f"stage {i}", _GEMV_ROWS * row) for i in range(stages)),
+        ("bases", warps * groups * 64),
+        ("sums", _SM90_BATCH * warps * GEMV_ROWS * _GEMV_ROWS * 4),
+        ("mbarriers", 16 * stages),
+    ]
+
+
+def _sm90_values(params: Params) -> dict[str, Any]:
+    warps, groups, stages, blocks = params["tile"]
+    return {**_values(params), "tile_rows": _GEMV_ROWS, "warps": warps, "groups": groups,
+            "stages": stages, "resident": blocks, "batch": _SM90_BATCH}  # fmt: skip
+
+
+def _sm90_grid(params: Params, problem: Problem) -> Dim3:
+    tiles = -(-problem["n"] * (2 if params["gate"] else 1) // _GEMV_ROWS)
+    return (min(tiles, params["tile"][3] * problem.get("multiprocessors", SMS)), 1, 1)
+
+
+def _sm90_maps(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Codes as [k / span, rows, 64 bytes], scales as [rows, k / 128]."""
+    warps, groups, *_ = params["tile"]
+    bits, half, part = product.BITS[params["code"]], _GEMV_ROWS // 2, warps * groups
+    rows, row = problem["n"] * (2 if params["gate"] else 1), problem["k"] * bits // 8
+    spans, scales = 16 * bits // 64, problem["k"] // _GROUP
+    return {
+        **product.arguments(params, problem, arrays),
+        "codes_map": TensorMap(
+            arrays["weight"], "u8", (64, rows, row // 64, 1), (row, 64, 0),
+            (64, half, part * spans, 1), "none",
+        ),
+        "scales_map": TensorMap(
+            arrays["scales"], params["dtype"], (scales, rows, 1, 1), (2 * scales, 0, 0),
+            (part, half, 1, 1), "none",
+        ),
+    }  # fmt: skip
+
+
+GEMV_SM90 = KernelSpec(
+    **{**CONTRACT, "arguments": _sm90_maps},
+    name="gemv_sm90",
+    source="quantize/gemv_sm90.cu",
+    entry="quantized_gemv_sm90",
+    doc="up to eight rows of x on Hopper: codes by TMA, k a multiple of 1024",
+    params=(
+        *DTYPES, Param("code", ("int4",), "codes of the weight, with a scale for 128 of k"),
+        *epilogue.PARAMS,
+        Param("tile", _SM90_TILES, "warps, groups of a warp, stages, blocks of an SM",
+              tunable=True),
+    ),
+    derive=_sm90_values,
+    illegal=illegal_dtypes,
+    features=lambda params: frozenset({"wgmma"}),
+    shared_layout=_sm90_shared,
+    block=lambda params: (32 * (params["tile"][0] + 1), 1, 1),
+    grid=_sm90_grid,
+    verification="fkjit.ops.quantize.cases_linear:GEMV_SM90",
+)  # fmt: skip
+GEMV_SM90_AHEAD = _ahead(
+    GEMV_SM90,
+    [
+        {"code": "int4", "tile": (16, 2, 2, 1)},
+        {"code": "int4", "tile": (8, 2, 3, 2), **_SWIGLU, **_FINE},
     ],
 )
 
@@ -163,15 +243,29 @@ def _gemv_tile(problem: Problem, roomy: bool) -> GemvTile:
     return (16, 2, 1) if roomy else (8, 4, 2)
 
 
+def _of_sm90(problem: Problem) -> GemvTile | None:
+    """Its tile, where it is faster on an H200 (bench/notes/quantize.md); None where it is not, or
+    scales of a row are no whole chunks on boundaries."""
+    codes = problem["n"] * (2 if problem["gate"] else 1) * problem["k"]
+    whole = problem["k"] % _WHOLE == 0 and problem.get("aligned_scales", True)
+    if problem["code"] != "int4" or not whole or codes < _LEAST_CODES:
+        return None
+    return _SM90_TILES[0] if problem["k"] >= 4096 else _SM90_TILES[1]
+
+
 def choose(
-    problem: Problem, roomy: bool = True
+    problem: Problem, hopper: bool = True, impl: str = "auto"
 ) -> tuple[KernelSpec, dict[str, Any], tuple[int, int]] | None:
     """The kernel, its parameters and scratch memory; None for more rows than these take."""
     names = ("dtype", "out_dtype", "code", "activation", "gate")
     fixed = {name: problem[name] for name in names}
     if problem["m"] <= GEMV_ROWS:
+        tile = _of_sm90(problem) if hopper and impl != GEMV.name else None
+        if tile is not None:
+            spec = epilogue.kernel_for(GEMV_SM90, problem["activation"])
+            return spec, {**fixed, "tile": tile}, (0, 0)
         spec = epilogue.kernel_for(GEMV, problem["activation"])
-        return spec, {**fixed, "tile": _gemv_tile(problem, roomy)}, (0, 0)
+        return spec, {**fixed, "tile": _gemv_tile(problem, hopper)}, (0, 0)
     if problem["m"] > SKINNY_ROWS:
         return None
     tokens = next(tokens for tokens in TOKENS if problem["m"] <= tokens)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
+from fkjit.arguments import shown
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.gemm.checks import (
     CALL,
@@ -29,12 +30,20 @@ from fkjit.ops.quantize.call import (
     quantize,
 )
 from fkjit.ops.quantize.product import EVEN
-from fkjit.ops.quantize.schemes import QuantizedTensor, Scheme, dtype_name, parts
+from fkjit.ops.quantize.schemes import (
+    WIDTH,
+    QuantizedTensor,
+    Scheme,
+    as_e4m3,
+    dtype_name,
+    parts,
+)
 from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import CPU, ITEMSIZE, View, empty, view
 
 _HALVES = ("bf16", "fp16")
 _NAMES = {"bfloat16": "bf16", "float16": "fp16"}
+CODED = "fp8_block"  # the scheme of results that are codes
 _CHUNK = 16  # bytes of a load, and of a lane's codes
 _OF_X = {"fp8_tensor": "fp8_row", "fp8_row": "fp8_row", "fp8_block": "fp8_block",
          "int8_row": "int8_row"}  # fmt: skip
@@ -59,26 +68,35 @@ class ProductOptions(NamedTuple):
     epilogue_mod_grad: Any = None
     impl: Any = "auto"
     precision: Any = "ieee"  # "short": of e4m3, sums of all of k by tensor cores
+    coded: bool = False  # whether the result is codes
 
 
 def linear(
     plain: Callable[..., Any], weight: Any, x: Any, bias: Any, residual: Any, out: Any,
-    options: LinearOptions,
+    options: LinearOptions, out_scheme: Any = None,
 ) -> Any:  # fmt: skip
     """`fkjit.linear` with such a weight. `plain`: the same call, for weights of numbers."""
+    if out_scheme is not None:
+        check_out_scheme(out_scheme, weight, residual, out, options)
+        inputs, said = _call(weight, x, bias, None, None, options, True)
+        codes, scales = _OP(inputs, (None, None), said)
+        return QuantizedTensor(as_e4m3(codes), scales, CODED)
     if _is_too_long(weight, x, options):
         named = {**options._asdict(), "residual": residual, "out": out}
         return plain(x, dequantize(weight, _half(x)), bias, **named)
     inputs, said = _call(weight, x, bias, residual, out, options)
-    return _OP(inputs, (out,), said)
+    return _OP(inputs, (out, None), said)
 
 
 def prepare(
     plain: Callable[..., None], weight: Any, x: Any, bias: Any, residual: Any, out: Any,
-    options: LinearOptions,
+    options: LinearOptions, out_scheme: Any = None,
 ) -> None:  # fmt: skip
     """As `fkjit.linear.prepare`. `plain`: the same, for weights of numbers."""
-    if _is_too_long(weight, x, options):
+    coded = out_scheme is not None
+    if coded:
+        check_out_scheme(out_scheme, weight, residual, out, options)
+    elif _is_too_long(weight, x, options):
         dtype = _half(x)
         prepare_dequantize(weight, dtype)
         numbers = empty(view(x, CALL, "x"), weight.shape, dtype)
@@ -87,8 +105,30 @@ def prepare(
     scheme = parts(CALL, "weight", weight).scheme
     if not isinstance(x, tuple) and scheme in _OF_X:
         x = prepared_codes(x, _OF_X[scheme])
-    inputs, said = _call(weight, x, bias, residual, out, options)
-    _OP.prepare([*inputs, out], said)
+    inputs, said = _call(weight, x, bias, residual, out, options, coded)
+    _OP.prepare([*inputs, out, None], said)
+
+
+def check_out_scheme(
+    out_scheme: Any, weight: Any, residual: Any, out: Any, options: LinearOptions
+) -> None:
+    """ParameterError unless the kernel can make codes of what it has summed."""
+    if out_scheme != CODED:
+        raise ParameterError(
+            f"{CALL}: out_scheme={shown(out_scheme)}; allowed: None, or {CODED!r} of a weight "
+            f"quantized by {CODED!r} with gate=True. A scale of a whole row is known when all its "
+            "columns are summed, which are other blocks' tiles: fkjit.quantize_gated of gate and up"
+        )
+    scheme = weight[2] if isinstance(weight, tuple) and len(weight) == 3 else None
+    others = {"residual": residual, "out": out, "out_dtype": options.out_dtype}
+    given = ", ".join(name for name, value in others.items() if value is not None)
+    if scheme != CODED or options.gate is not True or given:
+        weights = f"of {scheme}" if scheme else "of numbers"
+        raise ParameterError(
+            f"{CALL}: out_scheme={CODED!r} with a weight {weights}, gate={options.gate!r}"
+            f"{' and ' * bool(given)}{given}; allowed: a weight quantized by {CODED!r}, gate=True, "
+            "no residual, out or out_dtype"
+        )
 
 
 def _is_too_long(weight: Any, x: Any, options: LinearOptions) -> bool:
@@ -111,8 +151,9 @@ def _half(x: Any) -> str:
 
 
 def _call(
-    weight: Any, x: Any, bias: Any, residual: Any, out: Any, options: LinearOptions
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    weight: Any, x: Any, bias: Any, residual: Any, out: Any, options: LinearOptions,
+    coded: bool = False,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
     """The op's inputs and options."""
     _refuse_others(options)
     codes, scales, scheme = parts(CALL, "weight", weight)
@@ -127,7 +168,7 @@ def _call(
     said = ProductOptions(
         scheme, given.scheme or None, dtype, options.activation, options.gate, options.scale,
         options.out_dtype, options.epilogue_mod, options.epilogue_mod_grad, options.impl,
-        options.precision,
+        options.precision, coded,
     )  # fmt: skip
     return (given.data, given.scales, codes, scales, bias, residual), tuple(said)
 
@@ -178,7 +219,11 @@ def _check(views: Mapping[str, View | None], options: ProductOptions) -> Request
         check_dtype(CALL, "bias", bias, (options.dtype,))
     check_vectors(views, wide, shape, problem["out_dtype"])
     inputs = {name: views[name] for name in _INPUTS}
-    outputs = {"out": Output(shape, problem["out_dtype"], views["out"])}
+    outputs: dict[str, Output | None]
+    outputs = {"out": Output(shape, problem["out_dtype"], views["out"]), "out_scales": None}
+    if options.coded:
+        scales = (*shape[:-1], -(-problem["n"] // WIDTH))
+        outputs = {"out": Output(shape, "uint8"), "out_scales": Output(scales, "fp32")}
     if 0 in shape:
         return Request(inputs, outputs, ())
     _describe(problem, views)
@@ -211,6 +256,7 @@ def _problem(views: Mapping[str, View | None], options: ProductOptions) -> dict[
         "out_dtype": _out_dtype(options, views), "code": how.code, "span": how.span,
         "x_span": x_span, "gate": gate, "scale": check_scale(options.scale),
         "activation": check_activation(_as_linear(options)), "short": _is_short(options),
+        "coded": options.coded,
         **{name: views[name] is not None for name in ("bias", "residual")},
     }  # fmt: skip
 
@@ -266,6 +312,7 @@ def _describe(problem: dict[str, Any], views: Mapping[str, View | None]) -> None
     x, scales = views["x"], views["scales"]
     assert x is not None and scales is not None
     quantized = views["x_scales"] is not None
+    problem["aligned_scales"] = scales.pointer % _CHUNK == 0
     for name in ("x", "out", "residual"):
         view = views[name]
         columns = problem["k" if name == "x" else "n"]
@@ -297,6 +344,8 @@ def _fake(
     said = ProductOptions(*options)
     wide = weight.shape[0]
     shape = (*x.shape[:-1], wide // 2 if said.gate else wide)
+    if said.coded:
+        return [x.new_empty(shape), of_dtype(x, (*shape[:-1], -(-shape[-1] // WIDTH)), "fp32")]
     if said.out_dtype is None and residual is not None:
         return [residual.new_empty(shape)]
     return [of_dtype(x, shape, said.out_dtype or said.dtype)]
@@ -314,10 +363,10 @@ def _no_gradient(inputs: Any, outputs: Any, options: Any) -> Any:
 _OPTIONS = (
     "str scheme, str? x_scheme, str dtype, str? activation, bool gate, float? scale, "
     "str? out_dtype, str? epilogue_mod, str? epilogue_mod_grad, str impl, "
-    "str precision"
+    "str precision, bool coded=False"
 )
 _OP = Op(
-    CALL, inputs=_INPUTS, outputs=("out",), check=_check, options=ProductOptions,
+    CALL, inputs=_INPUTS, outputs=("out", "out_scales"), check=_check, options=ProductOptions,
     optional=("x_scales", "bias", "residual"), in_place=(("out", "residual"),),
-    node=Node(_fake, _OPTIONS, 1, "quantized_linear"), autograd=_no_gradient,
+    node=Node(_fake, _OPTIONS, None, "quantized_linear"), autograd=_no_gradient,
 )  # fmt: skip
