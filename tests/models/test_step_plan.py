@@ -61,7 +61,7 @@ def test_the_usual_plan_is_that_of_a_table_on_gpus_that_were_measured(name, rows
                       (None, None)):  # fmt: skip
         assert usual(config, rows, codes, at) == StepPlan()
     coded = usual(config, rows, "int4_group", (9, 0))
-    assert coded == StepPlan(whole=rows <= 2 and "qwen" not in name)
+    assert coded == StepPlan(whole=rows <= 4 and "qwen" not in name)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
