@@ -91,7 +91,8 @@ def products(known: Records) -> Iterator[list[str]]:
         cells: list[str] = []
         for name in names:
             r = of(known, part, scheme=scheme, product=name)[-1]
-            cells += [f"{r['seconds'] * 1e6:.1f}", f"{r['flops'] / r['seconds'] / 1e12:.3g}"]
+            rate = r["flops"] / r["seconds"] / 1e12
+            cells += [f"{r['seconds'] * 1e6:.1f}", f"{rate:,.0f}" if rate > 100 else f"{rate:.1f}"]
         yield [f"`{scheme}`", *cells]
 
 

@@ -144,7 +144,7 @@ def test_quick_takes_the_quick_set_where_there_is_one(scale):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["conv"], "bench: 'conv' is not one of attention"),
+        (["conv"], "bench: 'conv' is not one of adamw, attention"),
         (["attention", "--set", "huge"], "--set 'huge' is not one of all, default, quick, peers"),
         (
             ["attention", "--where", "colour=red"],

@@ -107,8 +107,11 @@ def test_the_wheel_holds_package_and_cuda_sources_and_nothing_else(wheel):
     beside = {name for name in names if "_bench" in name and not name.endswith(".py")}
     assert beside == {
         f"fkjit/_bench/{name}"
-        for name in ("models/steps.json", "report/chart.js", "report/choice.js", "report/page.css")
-    }
+        for name in (
+            "models/curves.json", "models/steps.json", "report/chart.js", "report/choice.js",
+            "report/page.css",
+        )
+    }  # fmt: skip
 
 
 def test_its_metadata_ask_for_little(wheel):
