@@ -7,6 +7,7 @@ the other, the dearest first, so that none of those is what the others wait for 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
@@ -38,8 +39,11 @@ FIRST = (
 
 
 def group_of(nodeid: str) -> str:
-    """The name of a test's group: its kernel in the sweep, its folder, or its file."""
+    """The name of a test's group: its kernel in the sweep, its folder, or its file. On a GPU each
+    test is one: what many cores compile ahead is what takes time there."""
     file, _, name = nodeid.partition("::")
+    if file.endswith("_gpu.py"):
+        return nodeid
     if file in WITH_MODELS:
         return "tests/models"
     if file == SWEEP and "[" in name:
@@ -56,9 +60,14 @@ def _turn(group: str) -> int:
 class DearestFirst(LoadScopeScheduling):
     """xdist's scheduler of whole groups, with ours, in our order."""
 
+    _is_sorted = False
+
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
 
     def _assign_work_unit(self, node: Any) -> None:
-        self.workqueue.move_to_end(min(self.workqueue, key=_turn), last=False)
+        if not self._is_sorted:
+            groups = sorted(self.workqueue, key=_turn)
+            self.workqueue = OrderedDict((group, self.workqueue[group]) for group in groups)
+            self._is_sorted = True
         super()._assign_work_unit(node)
