@@ -1,6 +1,6 @@
-/* out = act(scale * x . weight + bias) + residual for up to eight rows of x and a weight of int4 or
-   int8 codes, with a scale for 128 of k, on sm_90: as gemv.cu, whose operands it has, but the copy
-   engine brings the weight.
+/* out = act(scale * x . weight + bias) + residual for up to eight rows of x and a weight of int4
+   codes, with a scale for 128 of k, on sm_90: as gemv.cu, whose operands it has, but the copy engine
+   brings the weight.
 
    The grid is as large as the GPU; a block takes TILE outputs after TILE outputs, BATCH such tiles
    together, and of a batch one part of k after another. A warp of its own, the producer, asks TMA for
@@ -113,25 +113,16 @@ struct Token {
   }
 };
 
-// A lane's scales of a row, of GROUPS groups one after another: as one word.
+// A lane's scales of a row, of its two groups: as one word.
 __device__ __forceinline__ void load_scales(elem_t (&x)[GROUPS], u32 address) {
-  u64 all = 0;
-  if constexpr (GROUPS == 1) {
-    u16 word;
-    load_shared(word, address);
-    all = word;
-  } else if constexpr (GROUPS == 2) {
-    all = load_shared_word(address);
-  } else {
-    load_shared(all, address);
-  }
+  static_assert(GROUPS == 2, "scales in a word");
+  const u32 both = load_shared_word(address);
 #pragma unroll
   for (int i = 0; i < GROUPS; ++i) {
-    const u16 bits = static_cast<u16>(all >> i * 16);
+    const u16 bits = static_cast<u16>(both >> i * 16);
     x[i] = reinterpret_cast<const elem_t&>(bits);
   }
 }
-static_assert(GROUPS == 1 || GROUPS == 2 || GROUPS == 4, "scales in a word");
 
 // What a lane has of a stage: codes of rows lane / 4 and 8 further on, and their scales.
 struct Operands {
