@@ -80,16 +80,7 @@ struct Token {
   __device__ __forceinline__ void load(const elem_t* from, i64 stride, int m, int first, int k,
                                        u32 bases) {
     const int row = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
-    const elem_t* const own = from + min(row, m - 1) * stride;
-#pragma unroll
-    for (int i = 0; i < GROUPS * X_CHUNKS; ++i) {
-      const int chunk = i % X_CHUNKS, of_span = X_CHUNKS / SPANS;
-      const int at = (first + i / X_CHUNKS) * GROUP + chunk / of_span * Weights::SPAN +
-                     t * Weights::CHUNK_K + chunk % of_span * 8;
-      uint4& to = x[i / X_CHUNKS][chunk];
-      to = make_uint4(0, 0, 0, 0);
-      load_chunk_if(to, own + at, row < m && at < k);
-    }
+    load_token<Weights>(x, from + min(row, m - 1) * stride, first, k, row < m);
     if constexpr (RAISES) {
       __syncwarp();
 #pragma unroll

@@ -87,3 +87,19 @@ __device__ __forceinline__ void weight_fragment(u32 (&a)[4], const uint4& low, c
   pairs(p, high);
   a[1] = p[0], a[3] = p[1];
 }
+
+// A lane's numbers of a row of x, in so many groups of 128 from `first` on, in the order of its codes;
+// zeros from k on, and where the row is not `there`.
+template <typename Weights, typename T, int GROUPS>
+__device__ __forceinline__ void load_token(uint4 (&x)[GROUPS][4], const T* row, int first, int k,
+                                           bool there) {
+  constexpr int EACH = Weights::CHUNK_K / 8;  // accesses of a span
+#pragma unroll
+  for (int i = 0; i < GROUPS * 4; ++i) {
+    const int chunk = i % 4;
+    const int at = (first + i / 4) * 128 + chunk / EACH * Weights::SPAN +
+                   threadIdx.x % 4 * Weights::CHUNK_K + chunk % EACH * 8;
+    x[i / 4][chunk] = make_uint4(0, 0, 0, 0);
+    load_chunk_if(x[i / 4][chunk], row + at, there && at < k);
+  }
+}
