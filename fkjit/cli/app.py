@@ -157,6 +157,7 @@ def warm(
     batch: Annotated[str | None, typer.Option(help="of a model: sequences, 1,16")] = None,
     prompt: Annotated[int | None, typer.Option(help="of a model: tokens of prompts")] = None,
     weights: Annotated[str | None, typer.Option(help="of a model: codes, int4_group …")] = None,
+    head: Annotated[str | None, typer.Option(help="of a model: the head's codes")] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="processes")] = None,
 ) -> None:
     """Fill the cache ahead of time. Needs no GPU; start again to go on after Ctrl-C.
@@ -174,7 +175,7 @@ def warm(
             raise typer.BadParameter(f"{name} goes with no other choice of kernels or targets")
     if record is not None:
         raise typer.Exit(warm_.record(record, ops or []))
-    model = warm_.Model(config, batch, prompt, weights)
+    model = warm_.Model(config, batch, prompt, weights, head)
     if set(model) != {None}:
         work = warm_.of_model(model, dtype, arch, any((ops, head_dim, where, from_)))
     else:

@@ -102,22 +102,23 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 class Model(NamedTuple):
-    """What --config, --batch, --prompt and --weights say."""
+    """What --config, --batch, --prompt, --weights and --head say."""
 
     config: str | None
     batch: str | None
     prompt: int | None
     weights: str | None
+    head: str | None
 
 
 def of_model(said: Model, dtype: str | None, arch: str | None, others: bool) -> list[Job]:
     """The variants that generation with a model takes. others: whether kernels are chosen in
     another way as well."""
     if said.config is None:
-        raise ParameterError("warm: --batch, --prompt and --weights go with --config")
+        raise ParameterError("warm: --batch, --prompt, --weights and --head go with --config")
     if others:
         raise ParameterError(
-            "warm: --config goes with --batch, --prompt, --weights, --dtype and --arch alone"
+            "warm: --config goes with --batch, --prompt, --weights, --head, --dtype, --arch alone"
         )
     batches = said.batch or "1"
     try:
@@ -128,7 +129,7 @@ def of_model(said: Model, dtype: str | None, arch: str | None, others: bool) -> 
     length = min(512, model.max_length) if said.prompt is None else said.prompt
     return models.jobs(
         model, batches=sizes, prompt=length, dtype=dtype or "bf16", arch=arch,
-        quantize=said.weights,
+        quantize=said.weights, quantize_head=said.head,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fkjit.arguments import one_of
@@ -45,7 +45,12 @@ def keeper(config: ModelConfig, scheme: str | None) -> Callable[[Layer], Layer]:
 def scheme_of(weights: Weights) -> str | None:
     """Of the weights that are codes; "": of several schemes. None: all are numbers."""
     layers = (getattr(layer, name).weight for layer in weights.layers for name in PRODUCTS)
-    found = {one.scheme for one in (*layers, weights.head) if isinstance(one, QuantizedTensor)}
+    return one_scheme(getattr(one, "scheme", None) for one in (*layers, weights.head))
+
+
+def one_scheme(schemes: Iterable[str | None]) -> str | None:
+    """Of weights by these schemes, None: of numbers, what `scheme_of` says."""
+    found = set(schemes) - {None}
     return None if not found else found.pop() if len(found) == 1 else ""
 
 
@@ -53,6 +58,12 @@ def with_head(weights: Weights, config: ModelConfig, scheme: str | None) -> Weig
     """The head as codes by the scheme; None, or a head that is codes already: as it is."""
     if scheme is None:
         return weights
+    check_head(config, scheme)
+    return weights._replace(head=_codes(Affine(weights.head), scheme).weight)
+
+
+def check_head(config: ModelConfig, scheme: str) -> None:
+    """ParameterError: no such scheme, or a head that has no kernel with such codes."""
     one_of(_CALL, "quantize_head", scheme, tuple(SCHEMES))
     even = EVEN[SCHEMES[scheme].code]
     if config.hidden % even:
@@ -60,7 +71,6 @@ def with_head(weights: Weights, config: ModelConfig, scheme: str | None) -> Weig
             f"{_CALL}: quantize_head={scheme!r} and {config.hidden} columns; allowed: a multiple "
             f"of {even}"
         )
-    return weights._replace(head=_codes(Affine(weights.head), scheme).weight)
 
 
 def described(scheme: str, n: int, k: int, dtype: str) -> QuantizedTensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from fkjit.api import prepare
 from fkjit.arch import target
@@ -12,13 +12,14 @@ from fkjit.errors import ParameterError
 from fkjit.models.config import ModelConfig
 from fkjit.models.decoder import CHUNK, LONGEST, PAGE_SIZE
 from fkjit.models.plan import StepPlan, fits, model_of, usual
-from fkjit.models.quantized import described, keeper
+from fkjit.models.quantized import check_head, described, keeper, one_scheme
 from fkjit.ops.attention.decode import settled
+from fkjit.ops.quantize.schemes import QuantizedTensor
 from fkjit.ops.step import stream
 from fkjit.ops.step.begin import prepare as prepare_begin
 from fkjit.ops.step.call import Norm, prepare_append, prepare_linear
 from fkjit.ops.step.logits import prepare_logits, prepare_pick
-from fkjit.ops.step.whole import LAYER_WORDS, Arrays
+from fkjit.ops.step.whole import LAYER_WORDS, Arrays, scales_columns
 from fkjit.ops.step.whole import prepare as prepare_whole
 from fkjit.runtime import abstract
 from fkjit.warm_calls import Call
@@ -41,9 +42,21 @@ _OWN = {
 _PLAN = StepPlan()
 
 
+class Codes(NamedTuple):
+    """The schemes of the layers' products and of the head; None: numbers."""
+
+    layers: str | None = None
+    head: str | None = None
+
+    @property
+    def both(self) -> str | None:
+        """As a Network's `codes`."""
+        return one_scheme(self)
+
+
 def jobs(
     config: Any, *, batches: Collection[int] = (1,), prompt: int = 512, dtype: str = "bf16",
-    arch: str | None = None, quantize: str | None = None,
+    arch: str | None = None, quantize: str | None = None, quantize_head: str | None = None,
 ) -> list[Job]:  # fmt: skip
     """The variants that a Decoder with its defaults takes, each once.
 
@@ -51,19 +64,23 @@ def jobs(
         config: as for `Decoder`.
         batches: sequences at a time; steps of fewer ones, while some end, are in.
         prompt: tokens of prompts: their products take other tiles than those of other lengths.
-        dtype: "bf16" or "fp16". arch: targets, as for `fkjit.warm`. quantize: as for `Decoder`.
+        dtype: "bf16" or "fp16". arch: targets, as for `fkjit.warm`. quantize, quantize_head: as for
+            `Decoder`.
 
     ParameterError, ArgumentTypeError: as `ModelConfig.of`; a batch or a prompt below 1; weights as
     `Decoder` refuses them.
     """
     model = ModelConfig.of(config)
     keeper(model, quantize)
+    if quantize_head is not None:
+        check_head(model, quantize_head)
     one_of(_CALL, "dtype", dtype, ("bf16", "fp16"))
     sizes = sorted({whole(_CALL, "batch", batch, 1, 4096) for batch in batches})
     length = whole(_CALL, "prompt", prompt, 1, model.max_length)
     targets, found, refused = list(chosen_targets(arch)), [], None
     for name in targets:
-        asked = calls(model, sizes, length, dtype, quantize, target(name).arch.capability)
+        codes, capability = Codes(quantize, quantize_head), target(name).arch.capability
+        asked = calls(model, sizes, length, dtype, codes, capability)
         try:
             found += planned(asked, [name], _prepare)
         except ParameterError as error:  # the others may have kernels for it
@@ -82,14 +99,14 @@ def _prepare(op: str, *args: Any, arch: str, **options: Any) -> None:
 
 def calls(
     model: ModelConfig, batches: Collection[int], prompt: int, dtype: str,
-    quantize: str | None = None, capability: tuple[int, int] | None = None,
+    codes: Codes, capability: tuple[int, int] | None,
 ) -> Iterator[Call]:  # fmt: skip
     """Calls of decode steps and of prompts, behind those that quantize weights."""
-    maker = _Maker(model, dtype, quantize)
+    maker = _Maker(model, dtype, codes)
     yield from maker.codes()
     for size in sorted({1 << power for batch in batches for power in range(batch.bit_length())}
                        | set(batches)):  # fmt: skip
-        steps = usual(model, size, quantize, capability)
+        steps = usual(model, size, codes.both, capability)
         if steps.whole:
             yield from (maker.step(size, length) for length in (prompt, LONGEST))
         elif steps.streamed:
@@ -113,8 +130,8 @@ def calls(
 class _Maker:
     """Calls of one model, as `Network` makes them."""
 
-    def __init__(self, model: ModelConfig, dtype: str, quantize: str | None) -> None:
-        self.model, self.dtype, self.scheme = model, dtype, quantize
+    def __init__(self, model: ModelConfig, dtype: str, schemes: Codes) -> None:
+        self.model, self.dtype, self.schemes = model, dtype, schemes
         self.pages = (self.array(64, PAGE_SIZE, model.heads_kv, model.head_dim),) * 2
 
     def array(self, *shape: int, dtype: str | None = None) -> str:
@@ -126,7 +143,7 @@ class _Maker:
         stream = self.array(rows, self.model.hidden)
         yield self.product(rows, *out, residual=stream, impl=plan.out)
         yield self.product(rows, *down, residual=stream, impl=plan.down)
-        fused = plan.fused and fits(self.model, rows, self.scheme)
+        fused = plan.fused and fits(self.model, rows, self.schemes.both)
         yield from self._five(rows) if fused else self._eight(rows, plan)
 
     def step(self, rows: int, length: int) -> Call:
@@ -136,14 +153,18 @@ class _Maker:
         each, all_rows = array(rows, dtype="int32"), array(rows, dtype="int32")
         pages = array(model.layers, 2, 64, PAGE_SIZE, model.heads_kv, model.head_dim)
         longest = -(-min(model.max_length, LONGEST) // PAGE_SIZE)
+        head, scales = table, None
+        if self.schemes.head is not None:  # codes as elements of 16 bits, rows of scales padded
+            head = array(model.vocabulary, model.hidden // 4)
+            scales = array(model.vocabulary, scales_columns(model.hidden))
         arrays = Arrays(
             array(rows, dtype="int64"), each, each, each, table,
             array(model.max_length, model.hidden) if learned else None, table,
             array(model.layers, LAYER_WORDS, dtype="int64"), vector, vector if learned else None,
-            table, None, None if learned else array(LONGEST, model.head_dim, dtype="fp32"),
+            head, scales, None if learned else array(LONGEST, model.head_dim, dtype="fp32"),
             array(rows, longest, dtype="int32"), all_rows, all_rows, pages, None,
         )  # fmt: skip
-        said = (self.scheme is not None, min(model.max_length, length))
+        said = (self.schemes.both is not None, min(model.max_length, length))
         return Call("decode_step", (arrays, model_of(model, "nhd", PAGE_SIZE, *said)), {})
 
     def streamed(self, rows: int) -> Iterator[Call]:
@@ -227,28 +248,27 @@ class _Maker:
 
     def codes(self) -> Iterator[Call]:
         """What makes codes of the weights."""
-        if self.scheme is not None:
-            for n, k in self.model.products().values():
-                yield Call("quantize", (self.array(n, k), self.scheme), {"weight": True})
+        model = self.model
+        asked = [(self.schemes.layers, *sizes) for sizes in model.products().values()]
+        for scheme, n, k in (*asked, (self.schemes.head, model.vocabulary, model.hidden)):
+            if scheme is not None:
+                yield Call("quantize", (self.array(n, k), scheme), {"weight": True})
 
-    def weight(self, n: int, k: int) -> Any:
-        """Of a layer's product."""
-        if self.scheme is None:
-            return self.array(n, k)
-        return described(self.scheme, n, k, self.dtype)
+    def weight(self, n: int, k: int, scheme: str | None) -> str | QuantizedTensor:
+        """Of a product."""
+        return self.array(n, k) if scheme is None else described(scheme, n, k, self.dtype)
 
     def product(self, rows: int, n: int, k: int, biased: bool = False, **options: Any) -> Call:
-        return Call(
-            "linear", (self.array(rows, k), self.weight(n, k), self.bias(n, biased)), options
-        )
+        weight = self.weight(n, k, self.schemes.layers)
+        return Call("linear", (self.array(rows, k), weight, self.bias(n, biased)), options)
 
     def bias(self, n: int, biased: bool = False) -> str | None:
         return self.array(n) if biased or self.model.theta is None else None
 
     def head(self, rows: int, plan: StepPlan = _PLAN) -> Iterator[Call]:
-        arrays = (self.array(rows, self.model.hidden),
-                  self.array(self.model.vocabulary, self.model.hidden))  # fmt: skip
-        yield self.norm(rows, self.model.hidden)
+        sizes = self.model.vocabulary, self.model.hidden
+        arrays = (self.array(rows, sizes[1]), self.weight(*sizes, self.schemes.head))
+        yield self.norm(rows, sizes[1])
         yield Call("linear", arrays, {"out_dtype": "fp32", "impl": plan.head})
 
     def decode(self, rows: int) -> Iterator[Call]:

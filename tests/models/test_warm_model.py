@@ -38,6 +38,37 @@ def test_every_kernel_that_a_decoder_launches_is_planned(name, monkeypatch):
     assert launched <= kernels(found)
 
 
+def test_heads_of_codes_are_planned(monkeypatch):
+    """In a step of many launches and in that of one, whose head comes as elements of 16 bits."""
+    launched, build = set(), cpu.build
+
+    def recorded(spec, *args, **options):
+        launched.add(spec.id)
+        return build(spec, *args, **options)
+
+    monkeypatch.setattr(cpu, "build", recorded)
+    options = {"dtype": "fp16", "device": "cpu", "max_batch": 1, "max_length": 16, "page_size": 8}
+    with quiet():
+        made = Decoder(CONFIGS["llama"], state_of("llama"), quantize_head="int8_group", **options)
+        made.generate([[1, 2, 3]], max_new_tokens=2)
+    said = {"prompt": 3, "dtype": "fp16", "arch": "sm_80"}
+    found = kernels(warm.jobs(CONFIGS["llama"], quantize_head="int8_group", **said))
+    codes = {"quantize.spans", "quantized_linear.gemv"}
+    assert codes < launched <= found
+    assert not codes & kernels(warm.jobs(CONFIGS["llama"], **said))
+    for layers in (None, "int4_group"):
+        labels = {
+            job.label
+            for job in warm.jobs("gpt2", arch="sm_90a", quantize=layers, quantize_head="int4_group")
+        }
+        assert {"codes=True"} == {
+            word for label in labels for word in label.split()
+            if label.startswith("decode_step.whole") and word.startswith("codes=")
+        }  # fmt: skip
+    other = warm.jobs("gpt2", arch="sm_90a", quantize="int4_group", quantize_head="int8_group")
+    assert "decode_step.whole" not in kernels(other)
+
+
 @pytest.mark.parametrize("arch, fused", [("sm_90a", True), ("sm_80", False)])
 def test_steps_of_five_launches_and_of_one_are_planned_where_a_decoder_has_them(arch, fused):
     step, whole = {"normed_append.gemv", "normed_linear.gemv"}, {"decode_step.whole"}
@@ -80,8 +111,14 @@ def test_the_command_plans_a_file_and_says_what_does_not_go_together(tmp_path, m
     done = run("warm", "--config", str(path), "--weights", "int4_group", "--arch", "sm_90a")
     assert done.status == 0, done.err
     assert {"quantize.spans", "quantized_linear.gemv"} < kernels(planned)
+    planned.clear()
+    done = run("warm", "--config", str(path), "--head", "int4_group", "--arch", "sm_90a")
+    assert done.status == 0, done.err
+    assert "quantize.spans" in kernels(planned)
     for words, text in [
         (("--batch", "1"), "go with --config"),
+        (("--head", "int4_group"), "go with --config"),
+        (("--config", "gpt2", "--head", "int3"), "quantize_head='int3' is not one of"),
         (("--weights", "int4_group"), "go with --config"),
         (("--config", "gpt2", "--weights", "int3"), "quantize='int3' is not one of"),
         (("--config", "gpt2", "--head-dim", "64"), "--config goes with"),

@@ -112,6 +112,11 @@ def layer_table(base: int, layers: list[LayerArrays], windows: list[int | None])
     return np.array(rows, np.int64).reshape(len(layers), LAYER_WORDS)
 
 
+def scales_columns(columns: int) -> int:
+    """Of the scales of codes with so many columns: one of each group, as many as fill 16 bytes."""
+    return -(-columns // (8 * _GROUP)) * 8
+
+
 def blocks_on(device: int) -> int:
     """That run at the same time on a CUDA device, or in the interpreter (CPU)."""
     return _CPU_BLOCKS if device == CPU else multiprocessors(device)
@@ -280,7 +285,7 @@ def _check_arrays(seen: Mapping[str, View], model: Model, m: int, hidden: int, l
     }  # fmt: skip
     if "head_scales" in seen:
         wanted["head"] = ((vocabulary, hidden // 4), None)
-        wanted["head_scales"] = ((vocabulary, -(-hidden // (8 * _GROUP)) * 8), None)
+        wanted["head_scales"] = ((vocabulary, scales_columns(hidden)), None)
         if not model.codes:
             raise ParameterError(f"{_CALL}: head_scales of a model without codes; allowed: None")
     if "norm_bias" in seen:
