@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fkjit.arguments import shown
+from fkjit.arguments import shown, whole
 from fkjit.errors import ArgumentTypeError, ParameterError, did_you_mean
 from fkjit.ops.rope.frequencies import THETA, Llama3Scaling
 
@@ -20,6 +20,12 @@ ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu",
 }  # fmt: skip
+# What else a GPT-2 may say, and the one thing that a forward pass here computes.
+_GPT2_ONLY = {
+    "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True,
+    "add_cross_attention": False,
+}  # fmt: skip
+_QWEN_FULL = 28  # layers with all keys before those with a window, where nothing is said
 _LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 MODEL_TYPES = (*_LLAMA_LIKE, "gpt2")
 
@@ -136,6 +142,31 @@ def _need(fields: Mapping[str, Any], *names: str) -> list[Any]:
     return [fields[name] for name in names]
 
 
+def _sizes(fields: Mapping[str, Any], *names: str) -> list[int]:
+    """Whole numbers from 1 on."""
+    found = zip(names, _need(fields, *names), strict=True)
+    return [whole(_CALL, name, value, 1) for name, value in found]
+
+
+def _size(fields: Mapping[str, Any], name: str, usual: int) -> int:
+    """One that may be left out, or be None."""
+    return usual if fields.get(name) is None else _sizes(fields, name)[0]
+
+
+def _number(name: str, value: Any) -> float:
+    """Finite and above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentTypeError(f"{_CALL}: {name}={shown(value)}; allowed: a number")
+    if not 0 < value < float("inf"):
+        raise ParameterError(f"{_CALL}: {name}={shown(value)}; allowed: above 0")
+    return float(value)
+
+
+def _multiple(name: str, value: int, other: str, of: int) -> None:
+    if value % of:
+        raise ParameterError(f"{_CALL}: {name}={value}; allowed: a multiple of {other}={of}")
+
+
 def _activation(name: Any) -> str:
     if name not in ACTIVATIONS:
         raise ParameterError(
@@ -146,15 +177,18 @@ def _activation(name: Any) -> str:
 
 def _gpt2(fields: Mapping[str, Any]) -> dict[str, Any]:
     names = ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions")
-    vocabulary, hidden, layers, heads, positions = _need(fields, *names)
-    if fields.get("scale_attn_by_inverse_layer_idx"):
-        raise ParameterError(f"{_CALL}: scale_attn_by_inverse_layer_idx=True; allowed: False")
+    vocabulary, hidden, layers, heads, positions = _sizes(fields, *names)
+    _multiple("n_embd", hidden, "n_head", heads)
+    for name, only in _GPT2_ONLY.items():
+        if fields.get(name, only) != only:
+            raise ParameterError(f"{_CALL}: {name}={shown(fields[name])}; allowed: {only}")
     return {
         "model_type": "gpt2", "vocabulary": vocabulary, "hidden": hidden, "layers": layers,
         "heads_q": heads, "heads_kv": heads, "head_dim": hidden // heads,
-        "mlp": fields.get("n_inner") or 4 * hidden, "max_length": positions,
+        "mlp": _size(fields, "n_inner", 4 * hidden), "max_length": positions,
         "activation": _activation(fields.get("activation_function", "gelu_new")),
-        "eps": fields.get("layer_norm_epsilon", 1e-5), "theta": None, "scaling": None,
+        "eps": _number("layer_norm_epsilon", fields.get("layer_norm_epsilon", 1e-5)),
+        "theta": None, "scaling": None,
         "windows": (None,) * layers, "gated": False, "qk_norm": False,
         "tied": fields.get("tie_word_embeddings", True),
     }  # fmt: skip
@@ -163,15 +197,17 @@ def _gpt2(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _llama(fields: Mapping[str, Any]) -> dict[str, Any]:
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
              "num_attention_heads", "max_position_embeddings")  # fmt: skip
-    vocabulary, hidden, mlp, layers, heads, positions = _need(fields, *names)
+    vocabulary, hidden, mlp, layers, heads, positions = _sizes(fields, *names)
+    heads_kv = _size(fields, "num_key_value_heads", heads)
+    _multiple("num_attention_heads", heads, "num_key_value_heads", heads_kv)
     theta, scaling = _rope(fields)
     return {
         "model_type": fields["model_type"], "vocabulary": vocabulary, "hidden": hidden,
         "layers": layers, "heads_q": heads,
-        "heads_kv": fields.get("num_key_value_heads") or heads,
-        "head_dim": fields.get("head_dim") or hidden // heads, "mlp": mlp,
+        "heads_kv": heads_kv, "head_dim": _size(fields, "head_dim", hidden // heads), "mlp": mlp,
         "activation": _activation(fields.get("hidden_act", "silu")),
-        "eps": fields.get("rms_norm_eps", 1e-6), "max_length": positions, "theta": theta,
+        "eps": _number("rms_norm_eps", fields.get("rms_norm_eps", 1e-6)),
+        "max_length": positions, "theta": theta,
         "scaling": scaling, "windows": _windows(fields, layers), "gated": True,
         "qk_norm": fields["model_type"] == "qwen3",
         "tied": fields.get("tie_word_embeddings", False),
@@ -181,7 +217,8 @@ def _llama(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _rope(fields: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
     """theta and scaling; transformers 5 has them in rope_parameters, config.json often apart."""
     said = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
-    theta = float(said.get("rope_theta") or fields.get("rope_theta") or THETA)
+    found = (said.get("rope_theta"), fields.get("rope_theta"), THETA)
+    theta = _number("rope_theta", next(one for one in found if one is not None))
     kind = said.get("rope_type") or said.get("type") or "default"
     if kind == "default":
         return theta, None
@@ -193,11 +230,18 @@ def _rope(fields: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
 
 
 def _windows(fields: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """What each layer sees, as `layer_types` or the model's own default say."""
+    """What each layer sees, as `layer_types` or the model's own default say: of Qwen layers from
+    `max_window_layers` on have the window."""
+    qwen = fields["model_type"].startswith("qwen")
     window = fields.get("sliding_window")
-    if fields["model_type"].startswith("qwen") and not fields.get("use_sliding_window"):
+    if fields["model_type"] == "llama" or (qwen and not fields.get("use_sliding_window")):
         window = None
+    if window is not None:
+        window = whole(_CALL, "sliding_window", window, 1)
     kinds = fields.get("layer_types")
     if kinds is None:
-        return (window if fields["model_type"] != "llama" else None,) * layers
+        full = _size(fields, "max_window_layers", _QWEN_FULL) if qwen else 0
+        return tuple(window if n >= full else None for n in range(layers))
+    if len(kinds) != layers:
+        raise ParameterError(f"{_CALL}: {len(kinds)} layer_types; allowed: {layers}, one a layer")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

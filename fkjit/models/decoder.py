@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,8 +17,9 @@ from fkjit.models.quantized import keeper, with_head
 from fkjit.models.sampling import Sampling, mode_of, pick
 from fkjit.models.slots import Slots, Starting
 from fkjit.models.step import Launched, Steps
-from fkjit.models.weights import Keep, Weights, arranged
+from fkjit.models.weights import Keep, Weights, arranged, dtype_of, fitting
 from fkjit.ops.kv.cache import PagedKVCache
+from fkjit.ops.kv.memory import Memory
 from fkjit.ops.op import torch_ops
 
 _CALL = "Decoder"
@@ -119,6 +120,8 @@ class Decoder:
         self.chunk = whole(_CALL, "chunk", chunk, 1, 1 << 24)
         self.cache = self._cache(held.embedding, num_pages, page_size)
         self._network = Network(self.config, held)
+        if not isinstance(graphs, bool):
+            raise ArgumentTypeError(f"{_CALL}: graphs={shown(graphs)}; allowed: a bool")
         self._slots = Slots(
             max_batch, self.max_length, self.config.vocabulary, held.embedding.device
         )
@@ -153,19 +156,12 @@ class Decoder:
         )  # fmt: skip
 
     def _weights(self, weights: Any, dtype: Any, device: Any, keep: Keep) -> Weights:
-        torch = torch_ops.torch_seen()
-        if torch is None:
-            raise ParameterError(f"{_CALL}: torch is not imported; import it first")
-        names = {"fp16": torch.float16, "bf16": torch.bfloat16}
-        chosen = names.get(dtype, dtype) if isinstance(dtype, str) else dtype
         if not isinstance(weights, Weights):
-            if chosen not in names.values():
-                raise ParameterError(f"{_CALL}: dtype={shown(dtype)}; allowed: fp16, bf16")
-            return arranged(self.config, weights, chosen, device, keep)
-        if weights.embedding.dtype not in names.values():
-            raise ParameterError(
-                f"{_CALL}: weights are {weights.embedding.dtype}; allowed: fp16, bf16"
+            chosen = dtype_of(dtype)
+            return arranged(
+                self.config, weights, chosen, Memory(_CALL, "torch", device).device, keep
             )
+        fitting(self.config, weights)
         return weights._replace(layers=tuple(map(keep, weights.layers)))
 
     # ------------------------------------------------------------------ requests
@@ -207,7 +203,7 @@ class Decoder:
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
             raise ArgumentTypeError(f"{_CALL}: sampling={shown(sampling)}; allowed: a Sampling")
-        stops = frozenset(whole(_CALL, "stop", one, 0) for one in stop)
+        stops = frozenset(whole(_CALL, "stop", one, 0) for one in as_list(_CALL, "stop", stop))
         made = _Request(self._next, tokens, new, sampling.checked(), stops)
         self._next += 1
         self._requests[made.number] = made
@@ -219,7 +215,7 @@ class Decoder:
 
         UnknownSequenceError for one that is over or never was.
         """
-        found = self._requests.get(request)
+        found = self._requests.get(request) if isinstance(request, Hashable) else None
         if found is None:
             raise UnknownSequenceError(
                 f"{_CALL}.cancel: request {shown(request)} is over or never was; allowed: "

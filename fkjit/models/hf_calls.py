@@ -43,8 +43,6 @@ def model_config(model: Any) -> ModelConfig | None:
     kind, said = type(model), model.config
     if kind.__name__ not in _MODELS or not kind.__module__.startswith("transformers.models."):
         return None
-    if getattr(said, "add_cross_attention", False) or not getattr(said, "scale_attn_weights", True):
-        return None
     try:
         return ModelConfig.of(said)
     except FkjitError:

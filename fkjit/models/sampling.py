@@ -6,15 +6,18 @@ decides a draw, so a sequence draws the same whatever else is in its batch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from fkjit.arguments import shown
+from fkjit.arguments import shown, whole
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.op import torch_ops
 
 _CALL = "Sampling"
 _GROUPS, _EVEN = 128, 4  # of a row of logits; rows of fp32 begin on 16-byte boundaries
+_HOTTEST = sys.float_info.max
+_SEEDS = (-(1 << 63), (1 << 64) - 1)  # of torch.Generator
 _FEW = 1024  # of top_k: as many are found without sorting all of the vocabulary
 
 GREEDY, PLAIN, FEW, SORTED = "greedy", "plain", "few", "sorted"
@@ -41,12 +44,16 @@ class Sampling(NamedTuple):
             given = value is not None or name == "temperature"
             if given and (isinstance(value, bool) or not isinstance(value, kinds)):
                 raise ArgumentTypeError(f"{_CALL}: {name}={shown(value)}; allowed: a number")
-        if not 0 <= self.temperature < float("inf"):
-            raise ParameterError(f"{_CALL}: temperature={self.temperature}; allowed: from 0 on")
+        if not 0 <= self.temperature <= _HOTTEST:
+            raise ParameterError(
+                f"{_CALL}: temperature={shown(self.temperature)}; allowed: from 0 on, finite"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ParameterError(f"{_CALL}: top_k={self.top_k}; allowed: from 1 on, or None")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ParameterError(f"{_CALL}: top_p={self.top_p}; allowed: above 0, up to 1, or None")
+        if self.seed is not None:
+            whole(_CALL, "seed", self.seed, *_SEEDS)
         return self
 
 

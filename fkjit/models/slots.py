@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from fkjit.models.sampling import Draws, Sampling
 from fkjit.ops.op import torch_ops
 
+_COLDEST = 1e-30  # of temperatures: logits by a colder one are no longer fp32
+
 
 class State(NamedTuple):
     """tokens [slots] int64: the next input. positions [slots] int32: where it stands. rows [slots]
@@ -97,7 +99,9 @@ class Slots:
             return torch.tensor(values, dtype=dtype).to(device)
 
         return Draws(
-            uploaded([one.temperature for one in said], torch.float32),
+            uploaded(
+                [one.temperature and max(one.temperature, _COLDEST) for one in said], torch.float32
+            ),  # fmt: skip
             uploaded([min(one.top_k or most, most) for one in said], torch.int64),
             uploaded([one.top_p or 1.0 for one in said], torch.float32),
             uploaded(first, torch.float32),

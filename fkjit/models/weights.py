@@ -9,6 +9,7 @@ from fkjit.arguments import shown
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.models.config import ModelConfig
 from fkjit.models.joined import as_one
+from fkjit.ops.kv.memory import Memory
 from fkjit.ops.op import torch_ops
 
 _CALL = "Decoder"
@@ -47,6 +48,40 @@ class Weights(NamedTuple):
     layers: tuple[Layer, ...]
     norm: Affine
     head: Any
+
+
+def dtype_of(dtype: Any) -> Any:
+    """A torch.dtype of "fp16", "bf16" or itself. ParameterError: another one."""
+    torch = torch_ops.torch_seen()
+    if torch is None:
+        raise ParameterError(f"{_CALL}: torch is not imported; import it first")
+    names = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    chosen = names.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen not in names.values():
+        raise ParameterError(f"{_CALL}: dtype={shown(dtype)}; allowed: {', '.join(names)}")
+    return chosen
+
+
+def fitting(config: ModelConfig, weights: Weights) -> Weights:
+    """Themselves. ParameterError: a dtype or a shape that is not the configuration's."""
+    dtype_of(weights.embedding.dtype)
+    if len(weights.layers) != config.layers:
+        raise ParameterError(
+            f"{_CALL}: weights have {len(weights.layers)} layers; allowed: {config.layers}"
+        )
+    table = (config.vocabulary, config.hidden)
+    wanted = {"embedding": (weights.embedding, table), "head": (weights.head, table)}
+    if config.theta is None:
+        wanted["positions"] = (weights.positions, (config.max_length, config.hidden))
+    for number, layer in enumerate(weights.layers):
+        for name, shape in config.products().items():
+            wanted[f"layers[{number}].{name}"] = (getattr(layer, name).weight, shape)
+    for name, (array, shape) in wanted.items():
+        found = getattr(array, "shape", None)
+        if found is None or tuple(found) != shape:
+            said = "is missing" if found is None else f"has shape {tuple(found)}"
+            raise ParameterError(f"{_CALL}: weights.{name} {said}; allowed: {shape}")
+    return weights
 
 
 def arranged(
@@ -178,13 +213,13 @@ def _transposed(read: _Reader, name: str, width: int, rows: int) -> Affine:
 # ------------------------------------------------------------------ random ones
 
 
-def random_weights(config: ModelConfig, dtype: Any, device: Any, seed: int = 0) -> Weights:
-    """Weights from a seed, to measure with: normal, of standard deviation 0.02, norms of 1."""
-    torch = torch_ops.torch_seen()
-    if torch is None:
-        raise ParameterError(f"{_CALL}: torch is not imported; import it first")
+def random_weights(config: Any, dtype: Any, device: Any, seed: int = 0) -> Weights:
+    """Weights from a seed, to measure with: normal, of standard deviation 0.02, norms of 1. Of a
+    configuration as `Decoder` takes it."""
+    config, dtype, torch = ModelConfig.of(config), dtype_of(dtype), torch_ops.torch_seen()
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ArgumentTypeError(f"{_CALL}: seed={shown(seed)}; allowed: a whole number")
+    device = Memory(_CALL, "torch", device).device
     made = torch.Generator(device).manual_seed(seed)
 
     def matrix(*shape: int) -> Any:

@@ -7,13 +7,14 @@ import pytest
 import fkjit.cpu.run as cpu
 from fkjit.errors import (
     ArgumentTypeError,
+    DeviceError,
     ParameterError,
     UnknownSequenceError,
 )
 from fkjit.jit.build import quiet
 
 torch = pytest.importorskip("torch", reason="needs torch")
-from fkjit.models import Decoder, Sampling  # noqa: E402
+from fkjit.models import Decoder, Sampling, random_weights  # noqa: E402
 from fkjit.models.network import Network  # noqa: E402
 from tests.core.sampling import one_in  # noqa: E402
 from tests.models.reference_model import CONFIGS, logits_of, state_of  # noqa: E402
@@ -177,6 +178,9 @@ def test_what_submit_refuses():
     refused(ArgumentTypeError, "sampling=0.5; allowed: a Sampling", sampling=0.5)
     refused(ParameterError, "temperature=-1", sampling=Sampling(-1.0))
     refused(ParameterError, r"top_p=1\.5; allowed: above 0", sampling=Sampling(1.0, top_p=1.5))
+    refused(ParameterError, r"seed=\d+; allowed", sampling=Sampling(1.0, seed=1 << 70))
+    refused(ParameterError, r"temperature=1\d+…; allowed", sampling=Sampling(10**400))
+    refused(ArgumentTypeError, "stop=5 is not a list of numbers", stop=5)
     refused(ParameterError, "top_k=0; allowed: from 1 on", sampling=Sampling(1.0, top_k=0))
     refused(ArgumentTypeError, "seed='x'", sampling=Sampling(1.0, seed="x"))
 
@@ -201,3 +205,25 @@ def test_weights_that_do_not_fit_are_named():
         Decoder(CONFIGS["llama"], state, dtype="fp32", device="cpu")
     with pytest.raises(ArgumentTypeError, match="state_dict is a list"):
         Decoder(CONFIGS["llama"], [], **options)
+    with pytest.raises(DeviceError, match='Decoder: device=\'tpu\'; allowed: "cpu", "cuda"'):
+        Decoder(CONFIGS["llama"], state, dtype="fp16", device="tpu")
+
+
+def test_weights_of_another_configuration_are_refused():
+    config = CONFIGS["llama"]
+    made = random_weights(config, "fp16", "cpu")
+    with pytest.raises(ParameterError, match="weights have 2 layers; allowed: 1"):
+        Decoder(config | {"num_hidden_layers": 1}, made)
+    with pytest.raises(ParameterError, match=r"weights.embedding has shape \(48, 32\); allowed:"):
+        Decoder(config | {"vocab_size": 49}, made)
+    with pytest.raises(ParameterError, match=r"weights.layers\[0\].up has shape"):
+        Decoder(config | {"intermediate_size": 64}, made)
+    with pytest.raises(ArgumentTypeError, match="graphs='no'; allowed: a bool"):
+        Decoder(config, made, graphs="no")
+
+
+def test_a_temperature_near_0_is_as_good_as_greedy():
+    decoder = one_layer()
+    with quiet():
+        greedy = decoder.generate(PROMPTS[:1], max_new_tokens=2)
+        assert decoder.generate(PROMPTS[:1], max_new_tokens=2, sampling=Sampling(1e-42)) == greedy

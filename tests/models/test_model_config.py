@@ -12,6 +12,8 @@ LLAMA = {
     "model_type": "llama", "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48,
     "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64,
 }  # fmt: skip
+GPT2 = {"model_type": "gpt2", "vocab_size": 48, "n_embd": 32, "n_layer": 1, "n_head": 2,
+        "n_positions": 16}  # fmt: skip
 
 
 @pytest.mark.parametrize("name, millions", [
@@ -50,6 +52,8 @@ def test_windows_are_of_layers():
     assert ModelConfig.of(LLAMA | windowed | kinds).windows == (None, 5)
     qwen = {"model_type": "qwen2", "sliding_window": 5}
     assert ModelConfig.of(LLAMA | qwen | {"use_sliding_window": False}).windows == (None, None)
+    some = {"use_sliding_window": True, "max_window_layers": 1}
+    assert ModelConfig.of(LLAMA | qwen | some).windows == (None, 5)
 
 
 @pytest.mark.parametrize("given, error, match", [
@@ -59,6 +63,15 @@ def test_windows_are_of_layers():
     ({"model_type": "llama"}, ParameterError, "lacks vocab_size, hidden_size"),
     (LLAMA | {"hidden_act": "mish"}, ParameterError, "activation 'mish'; allowed: silu"),
     (LLAMA | {"rope_scaling": {"rope_type": "yarn"}}, ParameterError, "rope_type='yarn'"),
+    (LLAMA | {"hidden_size": "32"}, ArgumentTypeError, "hidden_size='32' is not a whole number"),
+    (LLAMA | {"num_hidden_layers": 0}, ParameterError, "num_hidden_layers=0; allowed: 1 and"),
+    (LLAMA | {"num_key_value_heads": 3}, ParameterError,
+     "num_attention_heads=4; allowed: a multiple of num_key_value_heads=3"),
+    (LLAMA | {"rope_theta": -1}, ParameterError, "rope_theta=-1; allowed: above 0"),
+    (LLAMA | {"rms_norm_eps": "x"}, ArgumentTypeError, "rms_norm_eps='x'; allowed: a number"),
+    (LLAMA | {"layer_types": ["full_attention"]}, ParameterError, "1 layer_types; allowed: 2"),
+    (GPT2 | {"n_head": 3}, ParameterError, "n_embd=32; allowed: a multiple of n_head=3"),
+    (GPT2 | {"scale_attn_weights": False}, ParameterError, "scale_attn_weights=False; allowed: T"),
 ])  # fmt: skip
 def test_what_is_refused(given, error, match):
     with pytest.raises(error, match=match):
