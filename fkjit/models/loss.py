@@ -19,6 +19,7 @@ from typing import Any
 
 from fkjit.arguments import one_of, shown, whole
 from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.models.modules import floating
 from fkjit.ops.elementwise.scale_gradient import scale_gradient
 from fkjit.ops.gemm.call import linear
 from fkjit.ops.op import torch_ops
@@ -57,7 +58,7 @@ def linear_cross_entropy(
         far as x and weight require them; that of the weight is added up in fp32. Logits are fp32,
         their gradient is rounded to x's dtype once.
 
-    A target out of range makes the loss NaN.
+    A target out of range makes the loss NaN; so does a mean over no target, whose gradients are 0.
 
     Raises:
         ParameterError: shapes, an unknown reduction. ArgumentTypeError: no tensors, mixed dtypes.
@@ -68,7 +69,8 @@ def linear_cross_entropy(
     rows = even if chunk is None else whole(_CALL, "chunk", chunk, 1)
     records = torch_ops.torch_seen().is_grad_enabled()
     wanted = (records and x.requires_grad, records and weight.requires_grad)
-    options = (int(ignore_index), reduction == "mean", rows, *wanted)
+    ignored = whole(_CALL, "ignore_index", ignore_index, -(1 << 63), (1 << 63) - 1)
+    options = (ignored, reduction == "mean", rows, *wanted)
     return _LOSS((x, weight, target), options)[0]
 
 
@@ -79,7 +81,7 @@ def _check(x: Any, weight: Any, target: Any) -> None:
             raise ArgumentTypeError(
                 f"{_CALL}: {name} is a {type(array).__name__}; allowed: torch tensors"
             )
-    if x.dtype is not weight.dtype or not x.dtype.is_floating_point:
+    if x.dtype is not weight.dtype or not floating(x, weight):
         raise ArgumentTypeError(
             f"{_CALL}: x is {x.dtype}, weight {weight.dtype}; allowed: one of fp16, bf16, fp32 for "
             "both"
@@ -95,6 +97,12 @@ def _check(x: Any, weight: Any, target: Any) -> None:
         raise ParameterError(
             f"{_CALL}: target has shape {shown(tuple(target.shape))}; allowed: ({x.shape[0]},)"
         )
+    for name, array in (("x", x), ("weight", weight)):
+        if array.stride(1) != 1:
+            raise ParameterError(
+                f"{_CALL}: {name} has stride {array.stride(1)} in its last dimension; allowed: 1, "
+                f"as {name}.contiguous() has"
+            )
 
 
 def _shared_out(rows: int, vocabulary: int, most: int) -> int:
@@ -110,7 +118,8 @@ def _forward(inputs: Tensors, options: Any) -> tuple[Tensors, Tensors]:
     x, weight, target = (array.detach() for array in inputs)
     ignored, mean, rows, of_x, of_weight = options
     kept = target != ignored
-    scale = 1.0 / kept.sum() if mean else torch.ones((), device=x.device)
+    count = kept.sum() if mean else torch.ones((), device=x.device)
+    scale = 1.0 / count.clamp(min=1)  # where no target counts gradients are 0, as PyTorch's
     narrow = x.dtype is torch.float16  # a mean's gradients of logits would be below all numbers
     factors = kept.float() if narrow else kept * scale
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -131,7 +140,7 @@ def _forward(inputs: Tensors, options: Any) -> tuple[Tensors, Tensors]:
         dx.mul_(scale)
     if of_weight:
         dweight = _rounded(dweight, scale if narrow else None, weight)
-    return (loss * scale,), (dx, dweight)
+    return (loss / count,), (dx, dweight)
 
 
 def _padded(weight: Any) -> Any:

@@ -101,7 +101,7 @@ class Slots:
         return Draws(
             uploaded(
                 [one.temperature and max(one.temperature, _COLDEST) for one in said], torch.float32
-            ),  # fmt: skip
+            ),
             uploaded([min(one.top_k or most, most) for one in said], torch.int64),
             uploaded([one.top_p or 1.0 for one in said], torch.float32),
             uploaded(first, torch.float32),

@@ -9,6 +9,7 @@ from typing import Any
 from fkjit.compat.sdpa import scaled_dot_product_attention
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.op import torch_ops
+from fkjit.ops.op.checks import check_flag
 
 
 @contextmanager
@@ -26,6 +27,7 @@ def torch_attention(fallback: bool = False) -> Iterator[None]:
     torch = torch_ops.torch_seen()
     if torch is None:
         raise ParameterError("torch_attention: torch is not imported; import it first")
+    check_flag("torch_attention", "fallback", fallback)
     functional = torch.nn.functional
     before = functional.scaled_dot_product_attention
 

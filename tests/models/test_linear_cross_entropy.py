@@ -46,6 +46,16 @@ def test_loss_and_gradients_in_three_chunks(dtype, tolerance, reduction):
     assert not found[0][target == -100].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_mean_over_no_target_has_pytorchs_loss_and_gradients(dtype):
+    """NaN, and zeros: a batch of padding alone does no harm where gradients are added up."""
+    x, weight, target = arrays(dtype)
+    with quiet():
+        made = linear_cross_entropy(x, weight, torch.full_like(target, -100))
+        found = torch.autograd.grad(made, (x, weight))
+    assert made.isnan() and not any(one.any() for one in found)
+
+
 def test_a_graph_that_is_kept_has_the_same_gradients_again():
     """They are scaled in place only where nobody can ask again."""
     x, weight, target = arrays()
@@ -140,6 +150,11 @@ def test_what_is_refused():
         (ParameterError, r"target has shape \(3,\)", (x, weight, target[:3]), {}),
         (ParameterError, "reduction='none'", (x, weight, target), {"reduction": "none"}),
         (ParameterError, "chunk=0", (x, weight, target), {"chunk": 0}),
+        (ArgumentTypeError, r"x is torch\.float64", (x.double(), weight.double(), target), {}),
+        (ParameterError, "x has stride 7 in its last dimension; allowed: 1",
+         (x.t().contiguous().t(), weight, target), {}),
+        (ArgumentTypeError, "ignore_index=None is not a whole number", (x, weight, target),
+         {"ignore_index": None}),
     ]:  # fmt: skip
         with pytest.raises(error, match=match):
             linear_cross_entropy(*given, **options)
