@@ -117,10 +117,11 @@ def plan(ops: Iterable[str] = (), arch: str | Iterable[str] | None = None) -> li
 
 def planned(
     calls: Iterable[warm_calls.Call], targets: Iterable[str],
-    prepare: Callable[..., None] = prepare,
+    prepare: Callable[..., None] = prepare, strict: bool = False,
 ) -> list[Job]:  # fmt: skip
     """The variants that calls take, each once. Calls that a target has no kernel for are left out;
-    ParameterError where no call is left. prepare: `fkjit.prepare`, or one that knows more calls."""
+    ParameterError where no call is left, strict: where one is left out. prepare: `fkjit.prepare`,
+    or one that knows more calls."""
     found: dict[str, Job] = {}
     last: ParameterError | None = None
 
@@ -136,7 +137,7 @@ def planned(
                     prepare(call.op, *call.args, arch=name, **call.options)
             except ParameterError as error:
                 last = error
-    if last is not None and not found:
+    if last is not None and (strict or not found):
         raise last
     return list(found.values())
 

@@ -52,6 +52,7 @@ def run(options: Options) -> None:
     """Generate twice, of which the first time compiles, and print what the second one took."""
     out = report.console()
     config = _shortened(configuration(_CALL, options.config), options.layers)
+    options.sampling.checked()
     device = options.device or ("cuda" if gpus()[0] else "cpu")
     decoder = _decoder(config, options, device)
     parameters = sum(math.prod(x.shape) for x in _tensors(decoder))

@@ -67,8 +67,10 @@ def jobs(
         dtype: "bf16" or "fp16". arch: targets, as for `fkjit.warm`. quantize, quantize_head: as for
             `Decoder`.
 
+    A target that has no kernel for one of the calls is left out.
+
     ParameterError, ArgumentTypeError: as `ModelConfig.of`; a batch or a prompt below 1; weights as
-    `Decoder` refuses them.
+    `Decoder` refuses them; no target is left.
     """
     model = ModelConfig.of(config)
     keeper(model, quantize)
@@ -82,12 +84,12 @@ def jobs(
         codes, capability = Codes(quantize, quantize_head), target(name).arch.capability
         asked = calls(model, sizes, length, dtype, codes, capability)
         try:
-            found += planned(asked, [name], _prepare)
+            found += planned(asked, [name], _prepare, strict=True)
         except ParameterError as error:  # the others may have kernels for it
             refused = error
     if refused is not None and not found:
         raise refused
-    return found + plan([_SLOTS], targets)
+    return found + plan([_SLOTS], dict.fromkeys(job.target for job in found))
 
 
 def _prepare(op: str, *args: Any, arch: str, **options: Any) -> None:

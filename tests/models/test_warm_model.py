@@ -136,3 +136,7 @@ def test_what_is_refused():
         warm.jobs("gpt2", batches=[0])
     with pytest.raises(ParameterError, match="warm: prompt=2000"):
         warm.jobs("gpt2", prompt=2000)
+    with pytest.raises(ParameterError, match="a weight of fp8 needs fp8_mma, which sm_80 has not"):
+        warm.jobs("gpt2", arch="sm_80", quantize="fp8_row")
+    found = warm.jobs("gpt2", arch=["sm_80", "sm_89"], quantize="fp8_row")
+    assert {job.target for job in found} == {"sm_89"}
