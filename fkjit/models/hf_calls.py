@@ -10,11 +10,15 @@ from fkjit.models.config import ModelConfig
 from fkjit.models.modules import is_ours
 from fkjit.models.sampling import Sampling
 from fkjit.ops.op import torch_ops
+from fkjit.ops.op.request import arch_of
+from fkjit.runtime.interop import view
 
 _MODELS = ("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM",
            "Qwen3ForCausalLM")  # fmt: skip
 _MODES = ("greedy_search", "sample")
 _CACHES = (None, "dynamic", "static", "hybrid", "sliding_window")
+_HEADS = range(8, 257, 8)  # columns
+_PAGES = "cp_async"  # what kernels read keys in pages with
 _KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 _IN_GRAPH = {"TemperatureLogitsWarper": "temperature", "TopKLogitsWarper": "top_k",
              "TopPLogitsWarper": "top_p"}  # fmt: skip
@@ -39,14 +43,15 @@ class Call(NamedTuple):
 
 
 def model_config(model: Any) -> ModelConfig | None:
-    """Of a model whose forward pass is `Network`'s; None of any other."""
+    """Of a model whose forward pass is `Network`'s, with heads that pages have; None of others."""
     kind, said = type(model), model.config
     if kind.__name__ not in _MODELS or not kind.__module__.startswith("transformers.models."):
         return None
     try:
-        return ModelConfig.of(said)
+        found = ModelConfig.of(said)
     except FkjitError:
         return None
+    return found if found.head_dim in _HEADS else None
 
 
 def decodable(model: Any, given: Any, named: Mapping[str, Any]) -> bool:
@@ -74,7 +79,8 @@ def _distributed(torch: Any) -> bool:
 
 
 def _is_plain(model: Any) -> bool:
-    """No hooks, no foreign forwards, no dropout, and weights of one dtype on one device."""
+    """No hooks, no foreign forwards, no dropout, and weights of one dtype on one device, which has
+    kernels that read pages."""
     torch = torch_ops.torch_seen()
     for module in model.modules():
         state = module.__dict__
@@ -86,7 +92,9 @@ def _is_plain(model: Any) -> bool:
         return False
     kinds = {(one.dtype, one.device) for one in model.parameters()}
     dtypes = (torch.float16, torch.bfloat16)
-    return len(kinds) == 1 and next(iter(kinds))[0] in dtypes
+    if len(kinds) > 1 or next(iter(kinds))[0] not in dtypes:
+        return False
+    return _PAGES in arch_of(view(next(model.parameters()), "generate", "model")).features
 
 
 def _is_foreign(hook: Any) -> bool:

@@ -18,6 +18,8 @@ from fkjit.models import (
     routers,
 )
 from fkjit.models.modules import Forward, replacement
+from fkjit.ops.op import torch_ops
+from fkjit.ops.op.checks import check_flag
 
 _STATE = "_fkjit_patch"
 
@@ -67,7 +69,9 @@ def patch(model: Any, *, attention: bool = True, loss: bool = False) -> Report:
         ArgumentTypeError: model is no PreTrainedModel.
         ParameterError: its attention cannot be chosen (attention=False patches the rest).
     """
-    _check(model)
+    _check("patch", model)
+    check_flag("patch", "attention", attention)
+    check_flag("patch", "loss", loss)
     if _STATE in model.__dict__:
         return model.__dict__[_STATE].report
     before = _set_attention(model) if attention else None
@@ -105,7 +109,7 @@ def _replacement(module: Any, attention: bool) -> tuple[str, Forward] | None:
 
 def unpatch(model: Any) -> None:
     """Put back what `patch` replaced; nothing to do for a model that is not patched."""
-    _check(model)
+    _check("unpatch", model)
     state = model.__dict__.pop(_STATE, None)
     if state is None:
         return
@@ -130,8 +134,10 @@ def _set_attention(model: Any) -> str:
     return before
 
 
-def _check(model: Any) -> None:
+def _check(call: str, model: Any) -> None:
     if not callable(getattr(model, "set_attn_implementation", None)):
         raise ArgumentTypeError(
-            f"patch: model is a {type(model).__name__}; allowed: a transformers.PreTrainedModel"
+            f"{call}: model is a {type(model).__name__}; allowed: a transformers.PreTrainedModel"
         )
+    if model.dtype is torch_ops.torch_seen().float64:
+        raise ArgumentTypeError(f"{call}: model is {model.dtype}; allowed: fp16, bf16, fp32")

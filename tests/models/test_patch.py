@@ -130,6 +130,16 @@ def test_a_second_patch_changes_nothing_and_a_copy_has_its_own_weights():
 def test_other_things_than_models_and_dropout_are_refused():
     with pytest.raises(ArgumentTypeError, match="model is a Linear; allowed: a transformers"):
         fkjit.models.patch(torch.nn.Linear(2, 2))
+    with pytest.raises(ArgumentTypeError, match="unpatch: model is a Linear; allowed"):
+        fkjit.models.unpatch(torch.nn.Linear(2, 2))
+    with pytest.raises(ArgumentTypeError, match=r"patch: model is torch\.float64; allowed: fp16"):
+        fkjit.models.patch(built("Llama").double())
+    with pytest.raises(ArgumentTypeError, match="patch: loss='x' is not True or False"):
+        fkjit.models.patch(built("Llama"), loss="x")
+    step = fkjit.models.CapturedStep(None, None)
+    for given in ({}, {"input_ids": [1]}):
+        with pytest.raises(ArgumentTypeError, match=r"CapturedStep: .* allowed: the model's torch"):
+            step(**given)
     model = built("Llama", attention_dropout=0.1).train()
     fkjit.models.patch(model)
     with pytest.raises(ParameterError, match=r"attention dropout=0\.1; allowed: 0"):

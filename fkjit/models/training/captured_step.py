@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fkjit.errors import ParameterError
+from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.op import torch_ops
 from fkjit.runtime import workspace
 
@@ -41,8 +41,14 @@ class CapturedStep:
 
     def __call__(self, **tensors: Any) -> Any:
         """The loss before the step. ParameterError for tensors of other names, shapes or dtypes
-        than those of the capture."""
+        than those of the capture; ArgumentTypeError for what is no tensor."""
         torch = torch_ops.torch_seen()
+        for name, given in (tensors or {"step": None}).items():
+            if torch is None or not isinstance(given, torch.Tensor):
+                raise ArgumentTypeError(
+                    f"{_CALL}: {name} is a {type(given).__name__}; allowed: the model's torch "
+                    "tensors, by name"
+                )
         self._calls += 1
         if not next(iter(tensors.values())).is_cuda:
             return self._step(tensors)
