@@ -138,5 +138,7 @@ def test_what_is_refused():
         warm.jobs("gpt2", prompt=2000)
     with pytest.raises(ParameterError, match="a weight of fp8 needs fp8_mma, which sm_80 has not"):
         warm.jobs("gpt2", arch="sm_80", quantize="fp8_row")
+    with pytest.raises(ParameterError, match="in pages; allowed: fp16 and bf16 on GPUs from sm_80"):
+        warm.jobs("gpt2", dtype="fp16", arch="sm_75")
     found = warm.jobs("gpt2", arch=["sm_80", "sm_89"], quantize="fp8_row")
     assert {job.target for job in found} == {"sm_89"}

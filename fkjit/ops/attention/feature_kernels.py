@@ -67,7 +67,7 @@ def _illegal_flash(params: Params) -> str | None:
 
 def _illegal_fp32(params: Params) -> str | None:
     if parse(params["form"]).paged:
-        return "does not read keys in pages"
+        return "does not read keys in pages; allowed: fp16 and bf16 on GPUs from sm_80"
     if params["block"] not in _FP32_TILES[_arrays(params) :]:
         return "needs more registers than a thread has"
     alike = {"fp16": "bf16"}  # in what GPUs without its tensor cores have room for
