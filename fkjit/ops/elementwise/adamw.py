@@ -6,15 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fkjit.ops.op.checks import FLOATS, check_output
+from fkjit.ops.elementwise import flat
+from fkjit.ops.op.checks import check_output
 from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
 from fkjit.runtime.interop import ITEMSIZE, View
-from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register, size_class
+from fkjit.spec import KernelSpec, Params, Problem, Work, register
 from fkjit.tuning import tuned
 
 _CALL = "adamw"
-_BYTES = 16  # of an access
-_LARGEST_CLASS = 1 << 28
 
 
 class Rates(NamedTuple):
@@ -47,9 +46,7 @@ def _check(views: Mapping[str, View | None], *rates: float) -> Request:
     for name in _OUTPUTS:
         check_output(_CALL, views[name], shape, dtype, name)
     problem = {"elements": shape[0], "dtype": dtype, **dict(zip(_RATES, rates, strict=True))}
-    arrays = [view for name in _ARRAYS + _OUTPUTS if (view := views[name]) is not None]
-    vector = not any(view.pointer % _BYTES for view in arrays)
-    fixed = {"dtype": dtype, "vector": vector, "threads": 256}
+    fixed = flat.usual(dtype, (views[name] for name in _ARRAYS + _OUTPUTS))
     params = tuned(STEP, fixed, problem, arch_of(param))
     outputs = {name: Output(shape, dtype, views[name]) for name in _OUTPUTS}
     launches = (Launch(STEP, params, problem),) if shape[0] else ()
@@ -62,11 +59,6 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
                   for name in ("beta1", "beta2")}  # fmt: skip
     named = {name: arrays[name] for name in _INPUTS + _OUTPUTS}
     return {**named, **said, **logarithms, "elements": problem["elements"]}
-
-
-def _blocks(params: Params, problem: Problem) -> int:
-    width = _BYTES // ITEMSIZE[params["dtype"]] if params["vector"] else 1
-    return -(-problem["elements"] // (params["threads"] * width))
 
 
 _ARRAYS = ("param", "grad", "first", "second")
@@ -82,15 +74,11 @@ STEP = register(
         entry="adamw",
         pdl=True,
         doc="a step of AdamW for one parameter",
-        params=(
-            Param("dtype", FLOATS, "element type of all arrays"),
-            Param("vector", (True, False), "16-byte accesses"),
-            Param("threads", (128, 256), "threads of a block", tunable=True),
-        ),
+        params=flat.PARAMS,
         block=lambda params: (params["threads"], 1, 1),
-        grid=lambda params, problem: (_blocks(params, problem), 1, 1),
+        grid=lambda params, problem: (flat.blocks(params, problem), 1, 1),
         arguments=_arguments,
-        shape_class=lambda p: {"elements": size_class(p["elements"], _LARGEST_CLASS)},
+        shape_class=flat.shape_class,
         work=Work(
             flops=lambda p: 15.0 * p["elements"],
             bytes=lambda p: 7.0 * ITEMSIZE[p["dtype"]] * p["elements"],

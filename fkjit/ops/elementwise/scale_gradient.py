@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fkjit.ops.op.checks import FLOATS, check_output
+from fkjit.ops.elementwise import flat
+from fkjit.ops.op.checks import check_output
 from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
 from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import CPU, ITEMSIZE, View
-from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register, size_class
+from fkjit.spec import KernelSpec, Params, Problem, Work, register
 from fkjit.tuning import tuned
 
 _CALL = "scale_gradient"
-_BYTES = 16  # of an access
 _BLOCKS = 8  # of a multiprocessor
-_LARGEST_CLASS = 1 << 28
 
 
 def scale_gradient(x: Any, factor: Any) -> None:
@@ -34,17 +33,14 @@ def _check(views: Mapping[str, View | None]) -> Request:
     check_output(_CALL, out, x.shape, x.dtype)
     blocks = _BLOCKS * (1 if x.device == CPU else multiprocessors(x.device))
     problem = {"elements": x.shape[0], "dtype": x.dtype, "most": blocks}
-    vector = not any(view.pointer % _BYTES for view in (x, out) if view is not None)
-    fixed = {"dtype": x.dtype, "vector": vector, "threads": 256}
-    params = tuned(SCALE, fixed, problem, arch_of(x))
+    params = tuned(SCALE, flat.usual(x.dtype, (x, out)), problem, arch_of(x))
     launches = (Launch(SCALE, params, problem),) if x.shape[0] else ()
     inputs = {name: views[name] for name in ("x", "factor")}
     return Request(inputs, {"out": Output(x.shape, x.dtype, out)}, launches)
 
 
 def _blocks(params: Params, problem: Problem) -> int:
-    width = _BYTES // ITEMSIZE[params["dtype"]] if params["vector"] else 1
-    return min(-(-problem["elements"] // (params["threads"] * width)), problem["most"])
+    return min(flat.blocks(params, problem), problem["most"])
 
 
 SCALE = register(
@@ -55,18 +51,14 @@ SCALE = register(
         entry="scale_gradient",
         pdl=True,
         doc="an array times a number that lies in memory",
-        params=(
-            Param("dtype", FLOATS, "element type of both arrays"),
-            Param("vector", (True, False), "16-byte accesses"),
-            Param("threads", (128, 256), "threads of a block", tunable=True),
-        ),
+        params=flat.PARAMS,
         block=lambda params: (params["threads"], 1, 1),
         grid=lambda params, problem: (_blocks(params, problem), 1, 1),
         arguments=lambda params, problem, arrays: {
             **{name: arrays[name] for name in ("x", "factor", "out")},
             "elements": problem["elements"],
         },
-        shape_class=lambda p: {"elements": size_class(p["elements"], _LARGEST_CLASS)},
+        shape_class=flat.shape_class,
         work=Work(
             flops=lambda p: float(p["elements"]),
             bytes=lambda p: 2.0 * ITEMSIZE[p["dtype"]] * p["elements"],
