@@ -157,7 +157,7 @@ class Decoder:
 
     def _weights(self, weights: Any, dtype: Any, device: Any, keep: Keep) -> Weights:
         if not isinstance(weights, Weights):
-            chosen = dtype_of(dtype)
+            chosen = dtype_of(_CALL, dtype)
             return arranged(
                 self.config, weights, chosen, Memory(_CALL, "torch", device).device, keep
             )

@@ -17,7 +17,7 @@ from fkjit.ops.op import torch_ops
 _CALL = "Sampling"
 _GROUPS, _EVEN = 128, 4  # of a row of logits; rows of fp32 begin on 16-byte boundaries
 _HOTTEST = sys.float_info.max
-_SEEDS = (-(1 << 63), (1 << 64) - 1)  # of torch.Generator
+SEEDS = (-(1 << 63), (1 << 64) - 1)  # of torch.Generator
 _FEW = 1024  # of top_k: as many are found without sorting all of the vocabulary
 
 GREEDY, PLAIN, FEW, SORTED = "greedy", "plain", "few", "sorted"
@@ -53,7 +53,7 @@ class Sampling(NamedTuple):
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ParameterError(f"{_CALL}: top_p={self.top_p}; allowed: above 0, up to 1, or None")
         if self.seed is not None:
-            whole(_CALL, "seed", self.seed, *_SEEDS)
+            whole(_CALL, "seed", self.seed, *SEEDS)
         return self
 
 

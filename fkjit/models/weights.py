@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fkjit.arguments import shown
+from fkjit.arguments import shown, whole
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.models.config import ModelConfig
 from fkjit.models.joined import as_one
+from fkjit.models.sampling import SEEDS
 from fkjit.ops.kv.memory import Memory
 from fkjit.ops.op import torch_ops
 
@@ -50,21 +51,21 @@ class Weights(NamedTuple):
     head: Any
 
 
-def dtype_of(dtype: Any) -> Any:
+def dtype_of(call: str, dtype: Any) -> Any:
     """A torch.dtype of "fp16", "bf16" or itself. ParameterError: another one."""
     torch = torch_ops.torch_seen()
     if torch is None:
-        raise ParameterError(f"{_CALL}: torch is not imported; import it first")
+        raise ParameterError(f"{call}: torch is not imported; import it first")
     names = {"fp16": torch.float16, "bf16": torch.bfloat16}
     chosen = names.get(dtype) if isinstance(dtype, str) else dtype
     if chosen not in names.values():
-        raise ParameterError(f"{_CALL}: dtype={shown(dtype)}; allowed: {', '.join(names)}")
+        raise ParameterError(f"{call}: dtype={shown(dtype)}; allowed: {', '.join(names)}")
     return chosen
 
 
 def fitting(config: ModelConfig, weights: Weights) -> Weights:
     """Themselves. ParameterError: a dtype or a shape that is not the configuration's."""
-    dtype_of(weights.embedding.dtype)
+    dtype_of(_CALL, weights.embedding.dtype)
     if len(weights.layers) != config.layers:
         raise ParameterError(
             f"{_CALL}: weights have {len(weights.layers)} layers; allowed: {config.layers}"
@@ -216,10 +217,10 @@ def _transposed(read: _Reader, name: str, width: int, rows: int) -> Affine:
 def random_weights(config: Any, dtype: Any, device: Any, seed: int = 0) -> Weights:
     """Weights from a seed, to measure with: normal, of standard deviation 0.02, norms of 1. Of a
     configuration as `Decoder` takes it."""
-    config, dtype, torch = ModelConfig.of(config), dtype_of(dtype), torch_ops.torch_seen()
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ArgumentTypeError(f"{_CALL}: seed={shown(seed)}; allowed: a whole number")
-    device = Memory(_CALL, "torch", device).device
+    call = "random_weights"
+    config, dtype, torch = ModelConfig.of(config), dtype_of(call, dtype), torch_ops.torch_seen()
+    whole(call, "seed", seed, *SEEDS)
+    device = Memory(call, "torch", device).device
     made = torch.Generator(device).manual_seed(seed)
 
     def matrix(*shape: int) -> Any:
