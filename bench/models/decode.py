@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from bench.models import parsed
 from fkjit.models import Decoder, ModelConfig, StepPlan, named_configs, random_weights
 from fkjit.models.weights import Weights
 
@@ -120,7 +121,7 @@ def main() -> None:
     parser.add_argument("--batch", default="1,16,64", help="sequences, several with commas")
     parser.add_argument("--plan", choices=tuple(PLANS), help="of a step's kernels")
     parser.add_argument("--weights", help="a scheme of fkjit.quantize, for ours")
-    chosen = parser.parse_args()
+    chosen = parsed(parser)
     config = ModelConfig.of(chosen.config)
     weights = random_weights(config, torch.bfloat16, "cuda")
     for batch in map(int, chosen.batch.split(",")):

@@ -22,17 +22,20 @@ def main() -> None:
     """Print a line."""
     import argparse
 
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--config", default="llama-3.2-1b")
+
     import torch
 
     _done("import torch")
+    from bench.models import parsed
+
+    name = parsed(parser).config
     torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
     _done("CUDA")
     from fkjit.models import Decoder, ModelConfig, random_weights
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--config", default="llama-3.2-1b")
-    name = parser.parse_args().config
     config = ModelConfig.of(name)
     weights = random_weights(config, torch.bfloat16, "cuda")
     torch.cuda.synchronize()

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from bench.models import parsed
 from fkjit.models import Decoder, ModelConfig, named_configs, patch, unpatch
 from fkjit.models.config import fields_of
 
@@ -154,7 +155,7 @@ def line(config: str, row: Row) -> str:
 
 def main() -> None:
     """Print the rows."""
-    chosen = _parser().parse_args()
+    chosen = parsed(_parser())
     shapes = [tuple(map(int, one.split("+"))) for one in chosen.shapes.split(",")]
     for name in chosen.config.split(","):
         model = built(name)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bench.models import parsed
 from fkjit.models import Decoder, ModelConfig, named_configs, patch, unpatch
 from fkjit.models.prefill import Piece, prefill
 
@@ -101,7 +102,7 @@ def main() -> None:
     parser.add_argument("--batch", default="1,4", help="sequences, several with commas")
     parser.add_argument("--tokens", type=int, default=8192, help="of all sequences together")
     parser.add_argument("--compile", action="store_true", help="torch.compile as well")
-    chosen = parser.parse_args()
+    chosen = parsed(parser)
     for batch in map(int, chosen.batch.split(",")):
         length = chosen.tokens // batch
         for row in measure(chosen.config, batch, length, chosen.compile):

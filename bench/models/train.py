@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bench.models import parsed
 from fkjit.models import ModelConfig, named_configs
 
 from .training import CANDIDATES, RATE, Training, apart, batches, curve
@@ -70,7 +71,7 @@ def line(name: str, length: int, row: Row) -> str:
 
 def main() -> None:
     """Print the rows, or the curves and their distances."""
-    chosen = _parser().parse_args()
+    chosen = parsed(_parser())
     curves: dict[str, list[float]] = {}
     for name in chosen.candidates.split(","):
         try:

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers, fkjit[models]")
 
 from bench.models import curves  # noqa: E402
-from bench.models.train import Row, line  # noqa: E402
+from bench.models.train import Row, line, main  # noqa: E402
 from bench.models.training import Training, apart, batches, curve  # noqa: E402
 from tests.core.sampling import one_in  # noqa: E402
 from tests.models.reference_model import CONFIGS  # noqa: E402
@@ -79,3 +79,12 @@ def test_the_picture_of_the_docs_is_made_of_what_is_stored():
     found = {(one.config, name): apart.mean for one in curves.stored()
              for name, apart in curves.distances(one).items()}  # fmt: skip
     assert found["gpt2", "adamw-graph"] < 2 * found["gpt2", "eager"]  # what docs/MODELS.md asks for
+
+
+def test_commands_that_time_a_gpu_end_with_a_line_where_there_is_none(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["train"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "error: torch sees no CUDA device here" in capsys.readouterr().err
