@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from fkjit import ops
@@ -18,6 +18,7 @@ from fkjit.errors import ParameterError, did_you_mean
 from fkjit.spec import KernelSpec, Param, Params, Problem, registered
 
 DEFAULT_TARGET = "sm_80"  # of a machine without a GPU
+_ASKED = 1000  # combinations of values, for the reason why a kernel has none
 
 
 def machine_target() -> str:
@@ -167,10 +168,13 @@ def _condition(call: str, text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _why_none(spec: KernelSpec, wanted: Mapping[str, Sequence[Any]], to: Target) -> str:
-    """Why no variant has these values: where another tile would do, that one's reason and tiles."""
+    """Why no variant has these values: where another tile would do, that one's reason and tiles.
+    Of all combinations some are asked, those that are compiled for other targets first."""
     choices = (wanted.get(p.name, p.values) for p in spec.params)
     names = [param.name for param in spec.params]
-    combined = [dict(zip(names, values, strict=True)) for values in product(*choices)]
+    combined = [p for p in spec.variants() if all(p[n] in v for n, v in wanted.items())]
+    rest = (dict(zip(names, values, strict=True)) for values in product(*choices))
+    combined += islice(rest, _ASKED)
     for params in combined:
         for param in spec.params:
             legal = spec.legal_values(param.name, params, to.arch) if param.tunable else []

@@ -42,3 +42,11 @@ def test_a_text_goes_to_a_file(tmp_path):
 def test_what_does_not_go_together(words):
     done = run("show", *CHOICE, *words)
     assert done.status == 2 and "goes with" in done.err
+
+
+@pytest.mark.parametrize("op", ["decode_step", "linear.wgmma"])
+def test_why_there_is_no_variant_is_told_of_kernels_with_millions_of_combinations(op):
+    """Not all of them are asked."""
+    done = run("show", op, "--arch", "sm_80")
+    assert done.status == 1
+    assert "has no variant for sm_80: needs wgmma, which sm_80 has not" in done.err
