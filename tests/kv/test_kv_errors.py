@@ -15,6 +15,7 @@ from fkjit.errors import (
     SequenceTooLongError,
     UnknownSequenceError,
 )
+from fkjit.ops.kv.memory import Memory
 from tests.kv.kit import DIM, HEADS, append, silent, small, tokens  # noqa: F401
 
 TYPE, VALUE = ArgumentTypeError, ParameterError
@@ -137,3 +138,13 @@ def test_rope_kv_append_refuses():
         with pytest.raises(error, match=message) as caught:
             fkjit.rope_kv_append(q_, k, v, small(), slots, positions, **options)
         assert str(caught.value).startswith("rope_kv_append: ")
+
+
+def test_of_a_devices_error_the_first_line_is_told(monkeypatch):
+    def fails(*args, **named):
+        raise RuntimeError("CUDA error: invalid device ordinal\nCompile with TORCH_USE_CUDA_DSA")
+
+    torch = pytest.importorskip("torch", reason="needs torch")
+    monkeypatch.setattr(torch, "empty", fails)
+    with pytest.raises(DeviceError, match="cannot be used: CUDA error: invalid device ordinal$"):
+        Memory("call", "torch", "cpu")

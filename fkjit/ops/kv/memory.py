@@ -36,7 +36,8 @@ def dtype_name(call: str, dtype: Any) -> str:
 
 def _unusable(call: str, device: str, error: Exception) -> str:
     fix = "" if device.startswith("cpu") else "; without a GPU pass device='cpu'"
-    return f"{call}: device={device!r} cannot be used: {error}{fix}"
+    reason = str(error).partition("\n")[0]  # of CUDA's errors the first line says which
+    return f"{call}: device={device!r} cannot be used: {reason}{fix}"
 
 
 class Memory:
