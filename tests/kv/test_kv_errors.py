@@ -146,5 +146,5 @@ def test_of_a_devices_error_the_first_line_is_told(monkeypatch):
 
     torch = pytest.importorskip("torch", reason="needs torch")
     monkeypatch.setattr(torch, "empty", fails)
-    with pytest.raises(DeviceError, match="cannot be used: CUDA error: invalid device ordinal$"):
+    with pytest.raises(DeviceError, match=r"cannot be used: CUDA error: invalid device ordinal$"):
         Memory("call", "torch", "cpu")

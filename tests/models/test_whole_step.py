@@ -15,6 +15,7 @@ from fkjit.models import ModelConfig
 from fkjit.models.plan import StepPlan, model_of
 from fkjit.ops.step import whole
 from fkjit.settings import settings
+from fkjit.spec import registered
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from fkjit.models import Decoder, Sampling, random_weights  # noqa: E402
@@ -165,3 +166,11 @@ def test_what_a_step_refuses():
         with pytest.raises(ParameterError, match="exchange"):
             step._exchanges[1] = torch.zeros(8, dtype=torch.int32)
             step(state, logits)
+
+
+def test_a_variant_without_room_for_the_list_of_products_is_refused():
+    [spec] = [spec for spec in registered() if spec.id == "decode_step.whole"]
+    params = next(p for p in spec.variants() if p["norm"] == "layer" and p["aside"] == 2)
+    problem = spec.verification.problems(params, "small")[0]
+    with pytest.raises(ParameterError, match=r"aside=2 KB.* hold 2048 bytes; hidden=8192"):
+        spec.arguments(params, {**problem, "hidden": 8192}, {})

@@ -19,6 +19,7 @@ _LENGTHS = (9, 0, 17, 3)  # by sequence: into a new page, empty, in a third one,
 _CAPACITIES = (16, 8, 24, 3)
 _LAUNCHES = 3  # that came before
 _GROUP = 128  # codes that share a scale
+_SPAN = 32  # columns of a product are a multiple of
 _SCALES = LAYER_WORDS - SCALES  # where they begin in a layer of the table
 _CODED = ("qkv", "out", "up", "down")
 _TOKENS, _LOGITS = 264, 552  # of the embedding; of the head, so that a block has many tiles
@@ -33,6 +34,8 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     blocks = 132 if full else 4 if params["own"] == group else 8
     least = 2 if params["own"] == group else 1
     heads_kv = max(least, -(-blocks // (group * dim)))  # every block has outputs of each product
+    while heads_kv * group * dim % _SPAN:
+        heads_kv += 1
     if params["codes"]:
         heads_kv = max(1, _GROUP // (group * dim))
     hidden, mlp = (256, 1024) if full else (128, 256) if params["codes"] else (64, 288)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
+from fkjit.errors import ParameterError
 from fkjit.ops.gemm import epilogue
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
@@ -80,9 +81,15 @@ def _scratch(head_dim: int, own: int) -> int:
     return 4 * (own * head_dim + head_dim + WARPS * own * (head_dim + 2)) + 16
 
 
+def _beside_rows(norm: str, hidden: int, layers: int) -> int:
+    """Bytes of the list of products and a norm's weights."""
+    products = -(-_PRODUCT * (4 * layers + 1) // 16) * 16
+    return products + 2 * hidden * (2 if norm == "layer" else 1)
+
+
 def aside_for(norm: str, hidden: int, layers: int) -> int | None:
     """KB for the list of products and a norm's weights; None where there is no room."""
-    needed = -(-_PRODUCT * (4 * layers + 1) // 16) * 16 + 2 * hidden * (2 if norm == "layer" else 1)
+    needed = _beside_rows(norm, hidden, layers)
     return next((room for room in sorted(_ASIDE) if room << 10 >= needed), None)
 
 
@@ -119,6 +126,13 @@ def _derive(params: Params) -> dict[str, Any]:
 
 
 def _arguments(params: Params, p: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    needed = _beside_rows(params["norm"], p["hidden"], p["layers"])
+    if needed > params["aside"] << 10:
+        raise ParameterError(
+            f"decode_step: aside={params['aside']} KB of shared memory, which hold "
+            f"{params['aside'] << 10} bytes; hidden={p['hidden']} and layers={p['layers']} take "
+            f"{needed}"
+        )
     names = ("m", "layers", "hidden", "mlp", "vocabulary", "heads_q", "heads_kv", "splits")
     model = (
         p["plane"], *(p[name] for name in names), *p["pages"], p["page_size"].bit_length() - 1,
@@ -161,7 +175,7 @@ _AHEAD = tuple(
     for said in (
         (*_LLAMA, 1, 25, 8, RINGS[0]), (*_GPT2, 1, 16, 6, (768, 8, 2, 2)),
         ("fp16", "rms", True, "silu", True, False, 16, 2, 2, 2, 12, 1, _SMALL),
-        ("bf16", "layer", False, "gelu_tanh", False, False, 16, 1, 1, 1, 8, 1, _SMALL),
+        ("bf16", "layer", False, "gelu_tanh", False, False, 16, 1, 1, 1, 8, 2, _SMALL),
         ("bf16", "rms", True, "silu", True, True, 32, 4, 4, 2, 16, 1, _SMALL),
     )
 )  # fmt: skip
