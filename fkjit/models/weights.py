@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fkjit.arguments import shown, whole
@@ -12,6 +12,7 @@ from fkjit.models.joined import as_one
 from fkjit.models.sampling import SEEDS
 from fkjit.ops.kv.memory import Memory
 from fkjit.ops.op import torch_ops
+from fkjit.ops.quantize.schemes import QuantizedTensor
 
 _CALL = "Decoder"
 
@@ -64,25 +65,44 @@ def dtype_of(call: str, dtype: Any) -> Any:
 
 
 def fitting(config: ModelConfig, weights: Weights) -> Weights:
-    """Themselves. ParameterError: a dtype or a shape that is not the configuration's."""
-    dtype_of(_CALL, weights.embedding.dtype)
+    """Themselves. ParameterError, ArgumentTypeError: a dtype, a shape or strides that are not what
+    the configuration and kernels take."""
+    kind = dtype_of(_CALL, weights.embedding.dtype)
     if len(weights.layers) != config.layers:
         raise ParameterError(
             f"{_CALL}: weights have {len(weights.layers)} layers; allowed: {config.layers}"
         )
-    table = (config.vocabulary, config.hidden)
-    wanted = {"embedding": (weights.embedding, table), "head": (weights.head, table)}
-    if config.theta is None:
-        wanted["positions"] = (weights.positions, (config.max_length, config.hidden))
-    for number, layer in enumerate(weights.layers):
-        for name, shape in config.products().items():
-            wanted[f"layers[{number}].{name}"] = (getattr(layer, name).weight, shape)
-    for name, (array, shape) in wanted.items():
+    for name, array, shape in _shapes(config, weights):
         found = getattr(array, "shape", None)
         if found is None or tuple(found) != shape:
             said = "is missing" if found is None else f"has shape {tuple(found)}"
             raise ParameterError(f"{_CALL}: weights.{name} {said}; allowed: {shape}")
+        coded = isinstance(array, QuantizedTensor)
+        if not coded and array.dtype is not kind:
+            raise ArgumentTypeError(f"{_CALL}: weights.{name} is {array.dtype}; allowed: {kind}")
+        if not (array.data if coded else array).is_contiguous():
+            raise ParameterError(
+                f"{_CALL}: weights.{name} has gaps or is transposed; allowed: none"
+            )
     return weights
+
+
+def _shapes(config: ModelConfig, weights: Weights) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
+    """Names of arrays, these, and what they should be."""
+    table = (config.vocabulary, config.hidden)
+    yield "embedding", weights.embedding, table
+    yield "head", weights.head, table
+    yield "norm", weights.norm.weight, table[1:]
+    if config.theta is None:
+        yield "positions", weights.positions, (config.max_length, config.hidden)
+    for number, layer in enumerate(weights.layers):
+        for name, shape in config.products().items():
+            product = getattr(layer, name)
+            yield f"layers[{number}].{name}", product.weight, shape
+            if product.bias is not None:
+                yield f"layers[{number}].{name}.bias", product.bias, shape[:1]
+        for name in ("norm", "mlp_norm"):
+            yield f"layers[{number}].{name}", getattr(layer, name).weight, table[1:]
 
 
 def arranged(

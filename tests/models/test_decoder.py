@@ -218,6 +218,15 @@ def test_weights_of_another_configuration_are_refused():
         Decoder(config | {"vocab_size": 49}, made)
     with pytest.raises(ParameterError, match=r"weights.layers\[0\].up has shape"):
         Decoder(config | {"intermediate_size": 64}, made)
+    first = made.layers[0]
+    for changed, error, match in [
+        (first.down.weight.t().contiguous().t(), ParameterError, "down has gaps; allowed: none"),
+        (first.down.weight.float(), ArgumentTypeError, "is torch.float32; allowed: torch.float16"),
+        (None, ParameterError, r"weights.layers\[0\].down is missing; allowed: \(32, 48\)"),
+    ]:
+        other = first._replace(down=first.down._replace(weight=changed))
+        with pytest.raises(error, match=match):
+            Decoder(config, made._replace(layers=(other, *made.layers[1:])))
     with pytest.raises(ArgumentTypeError, match="graphs='no'; allowed: a bool"):
         Decoder(config, made, graphs="no")
 
