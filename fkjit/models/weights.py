@@ -81,9 +81,7 @@ def fitting(config: ModelConfig, weights: Weights) -> Weights:
         if not coded and array.dtype is not kind:
             raise ArgumentTypeError(f"{_CALL}: weights.{name} is {array.dtype}; allowed: {kind}")
         if not (array.data if coded else array).is_contiguous():
-            raise ParameterError(
-                f"{_CALL}: weights.{name} has gaps or is transposed; allowed: none"
-            )
+            raise ParameterError(f"{_CALL}: weights.{name} has gaps; allowed: none")
     return weights
 
 
