@@ -130,6 +130,7 @@ def of_model(said: Model, dtype: str | None, arch: str | None, others: bool) -> 
     return models.jobs(
         model, batches=sizes, prompt=length, dtype=dtype or "bf16", arch=arch,
         quantize=said.weights, quantize_head=said.head,
+        tell=lambda text: report.console(stderr=True).print(text, soft_wrap=True),
     )  # fmt: skip
 
 

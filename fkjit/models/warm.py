@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from fkjit.api import prepare
@@ -57,6 +57,7 @@ class Codes(NamedTuple):
 def jobs(
     config: Any, *, batches: Collection[int] = (1,), prompt: int = 512, dtype: str = "bf16",
     arch: str | None = None, quantize: str | None = None, quantize_head: str | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> list[Job]:  # fmt: skip
     """The variants that a Decoder with its defaults takes, each once.
 
@@ -66,8 +67,8 @@ def jobs(
         prompt: tokens of prompts: their products take other tiles than those of other lengths.
         dtype: "bf16" or "fp16". arch: targets, as for `fkjit.warm`. quantize, quantize_head: as for
             `Decoder`.
-
-    A target that has no kernel for one of the calls is left out.
+        tell: called with a line for each target that is left out, since it has no kernel for one of
+            the calls, where others have.
 
     ParameterError, ArgumentTypeError: as `ModelConfig.of`; a batch or a prompt below 1; weights as
     `Decoder` refuses them; no target is left.
@@ -79,16 +80,18 @@ def jobs(
     one_of(_CALL, "dtype", dtype, ("bf16", "fp16"))
     sizes = sorted({whole(_CALL, "batch", batch, 1, 4096) for batch in batches})
     length = whole(_CALL, "prompt", prompt, 1, model.max_length)
-    targets, found, refused = list(chosen_targets(arch)), [], None
+    targets, found, refused = list(chosen_targets(arch)), [], {}
     for name in targets:
         codes, capability = Codes(quantize, quantize_head), target(name).arch.capability
         asked = calls(model, sizes, length, dtype, codes, capability)
         try:
             found += planned(asked, [name], _prepare, strict=True)
         except ParameterError as error:  # the others may have kernels for it
-            refused = error
-    if refused is not None and not found:
-        raise refused
+            refused[name] = error
+    if refused and not found:
+        raise next(reversed(refused.values()))
+    for name, error in refused.items():
+        tell(f"{name} is left out: {error}")
     return found + plan([_SLOTS], dict.fromkeys(job.target for job in found))
 
 

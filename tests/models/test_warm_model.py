@@ -140,5 +140,7 @@ def test_what_is_refused():
         warm.jobs("gpt2", arch="sm_80", quantize="fp8_row")
     with pytest.raises(ParameterError, match="in pages; allowed: fp16 and bf16 on GPUs from sm_80"):
         warm.jobs("gpt2", dtype="fp16", arch="sm_75")
-    found = warm.jobs("gpt2", arch=["sm_80", "sm_89"], quantize="fp8_row")
+    told = []
+    found = warm.jobs("gpt2", arch=["sm_80", "sm_89"], quantize="fp8_row", tell=told.append)
+    assert len(told) == 1 and told[0].startswith("sm_80 is left out: linear: a weight of fp8 needs")
     assert {job.target for job in found} == {"sm_89"}
