@@ -28,7 +28,8 @@ def register_flash_attention() -> None:
         torch.nn.attention.restore_flash_attention_impl()          # PyTorch's own again
 
     What PyTorch sends to its flash backend then comes to fkjit, with gradients: fp16 and bf16
-    without masks; the other backends stay. Dropout, pages and `seqused_k` raise ParameterError.
+    without masks; the other backends stay. Pages and `seqused_k` raise ParameterError, and dropout
+    does where PyTorch may not take another backend.
 
     Raises ParameterError where torch is not imported, or has no such registry.
     """
