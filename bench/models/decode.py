@@ -5,7 +5,10 @@
 
 Random weights, prompts of 512 tokens, 128 new ones, bf16, greedy. Of each batch: tokens/s of
 prompts and of new tokens through `Decoder.stream`, and microseconds of a step's graph by CUDA
-events (the median of 30 replays), both candidates in turns. PyTorch's weights stay bf16.
+events (the median of 30 replays, a GPU that waits between them), both candidates in turns.
+PyTorch's weights stay bf16. A first generation captures graphs and is not counted. New tokens are
+timed from where the last prompt's first token has been read: of several chunks of prompts, steps
+between these are the prompts' time, and the last steps have fewer sequences.
 """
 
 from __future__ import annotations

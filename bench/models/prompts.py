@@ -20,7 +20,7 @@ import torch
 
 from bench.models import parsed
 from fkjit.models import Decoder, ModelConfig, named_configs, patch, unpatch
-from fkjit.models.prefill import Piece, prefill
+from fkjit.models.prefill import Piece
 
 from .generate import built
 from .sdpa_step import SdpaStep, captured
@@ -42,7 +42,7 @@ def decoded(decoder: Decoder, rows: np.ndarray) -> Any:
     sequences = [cache.allocate() for _ in rows]
     cache.reserve(sequences, rows.shape[1])
     pieces = [Piece(one, 0, row) for one, row in zip(sequences, rows, strict=True)]
-    stream, _ = prefill(decoder._network, cache, pieces)
+    stream, _ = decoder._prompts.fill(pieces)
     logits = decoder._network.logits(stream)
     for one in sequences:
         cache.free(one)

@@ -107,9 +107,12 @@ def measured(decoder: Decoder, options: Options, progress: Any) -> Rates:
         counts[0] += len(found)
         progress(len(found))
     times.append(time.perf_counter())
-    total = options.batch * options.new
+    total, unseen = options.batch * options.new, 0
     for _ in decoder.stream():
-        progress(1)
+        unseen += 1
+        if unseen == options.batch:  # a bar takes longer than a token
+            progress(unseen)
+            unseen = 0
     times.append(time.perf_counter())
     return Rates(
         options.batch * options.prompt, times[1] - times[0], total - counts[0], times[2] - times[1]

@@ -12,11 +12,12 @@ from fkjit.errors import ArgumentTypeError, ParameterError, UnknownSequenceError
 from fkjit.models.config import ModelConfig
 from fkjit.models.network import Network
 from fkjit.models.plan import StepPlan, checked
-from fkjit.models.prefill import Piece, prefill
+from fkjit.models.prefill import Piece, Prompts
 from fkjit.models.quantized import keeper, with_head
+from fkjit.models.readback import Launched
 from fkjit.models.sampling import Sampling, mode_of, pick
 from fkjit.models.slots import Slots, Starting
-from fkjit.models.step import Launched, Steps
+from fkjit.models.step import Steps
 from fkjit.models.weights import Keep, Weights, arranged, dtype_of, fitting
 from fkjit.ops.kv.cache import PagedKVCache
 from fkjit.ops.kv.memory import Memory
@@ -126,11 +127,12 @@ class Decoder:
             max_batch, self.max_length, self.config.vocabulary, held.embedding.device
         )
         self._steps = Steps(self._network, self.cache, self._slots, graphs, checked(plan))
+        self._prompts = Prompts(self._network, self.cache, graphs)
         self._requests: dict[int, _Request] = {}
         self._waiting: deque[_Request] = deque()
         self._filling: list[_Request] = []
         self._running: list[_Request] = []  # in the order of their slots
-        self._pending: tuple[Launched, list[_Request]] | None = None
+        self._pending: list[tuple[Launched, list[_Request]]] = []  # tokens on their way
         self._next = 0
 
     @property
@@ -223,7 +225,7 @@ class Decoder:
             )
         if found in self._waiting:
             self._waiting.remove(found)
-        self._finish(found)
+        self._finish([found])
 
     def generate(
         self,
@@ -257,14 +259,18 @@ class Decoder:
             yield from self.advance()
 
     def advance(self) -> list[Token]:
-        """One turn: a decode step, the tokens of the step before it, and a chunk of prompts where
-        some wait, with the first new tokens of those that are complete."""
+        """One turn: a decode step is launched, then the tokens of the turn before are read, then a
+        chunk of prompts is launched where some wait. The GPU has work while the host waits."""
         torch = torch_ops.torch_seen()
         with torch.no_grad():
-            before, self._pending = self._pending, self._launch()
-            found = self._read(*before) if before else []
+            before, self._pending = self._pending, []
+            self._launch()
+            found = [token for launched, batch in before
+                     for token in self._delivered(batch, launched.read())]  # fmt: skip
             self._admit()
-            return found + (self._fill() if self._filling else [])
+            if self._filling:
+                self._fill()
+            return found
 
     # ------------------------------------------------------------------ turns
 
@@ -280,8 +286,8 @@ class Decoder:
             self.cache.reserve([one.sequence], tokens)
             self._filling.append(self._waiting.popleft())
 
-    def _fill(self) -> list[Token]:
-        """One chunk of prompts; the first new tokens of those that are complete."""
+    def _fill(self) -> None:
+        """One chunk of prompts; those that are complete have their first new tokens."""
         pieces, parts, room = [], [], self.chunk
         for one in self._filling:
             tokens = one.prompt[one.filled : one.filled + room]
@@ -289,20 +295,17 @@ class Decoder:
                 pieces.append(Piece(one.sequence, one.filled, tokens))
                 parts.append(one)
                 room -= len(tokens)
-        stream, rows = prefill(self._network, self.cache, pieces)
+        stream, rows = self._prompts.fill(pieces)
         for one, piece in zip(parts, pieces, strict=True):
             one.filled += len(piece.tokens)
         ready = [i for i, one in enumerate(parts) if one.filled == len(one.prompt)]
-        if not ready:
-            return []
-        if len(ready) < len(parts):
+        if ready and len(ready) < len(parts):
             stream, rows = stream[ready], rows[ready]
-        done = [parts[i] for i in ready]
-        tokens = self._start(stream, rows, done)
-        return self._delivered(done, tokens.tolist())
+        if ready:
+            self._start(stream, rows, [parts[i] for i in ready])
 
-    def _start(self, stream: Any, rows: Any, done: list[_Request]) -> Any:
-        """Slots for sequences whose prompts are complete; their first new tokens, int64."""
+    def _start(self, stream: Any, rows: Any, done: list[_Request]) -> None:
+        """Slots for sequences whose prompts are complete, and their first new tokens."""
         starting = [Starting.of(len(one.prompt), one.sampling, one.new) for one in done]
         draws = self._slots.draws(starting)
         mode = mode_of(one.sampling for one in done)
@@ -311,34 +314,26 @@ class Decoder:
         for one in done:
             self._filling.remove(one)
             self._running.append(one)
-            one.launched = 1
-        self._retire()
-        return tokens
+        self._launched(self._steps.send(tokens), done)
 
-    def _launch(self) -> tuple[Launched, list[_Request]] | None:
-        """A decode step of what runs. Sequences whose last token it makes leave at once: what
-        follows in the stream comes after it."""
-        if not self._running:
-            return None
-        batch = list(self._running)
-        mode = mode_of(one.sampling for one in batch)
-        launched = self._steps.launch(len(batch), mode)
+    def _launch(self) -> None:
+        """A decode step of what runs."""
+        if self._running:
+            mode = mode_of(one.sampling for one in self._running)
+            step = self._steps.launch(len(self._running), mode)
+            self._launched(step, list(self._running))
+
+    def _launched(self, tokens: Launched, batch: list[_Request]) -> None:
+        """Tokens that will be read in the next turn. Sequences whose last ones these are leave at
+        once: what follows in the stream comes after it."""
+        self._pending.append((tokens, batch))
         for one in batch:
             one.launched += 1
-        self._retire()
-        return launched, batch
-
-    def _retire(self) -> None:
-        for one in list(self._running):
-            if one.launched == one.new:
-                self._leave(one)
-
-    def _read(self, launched: Launched, batch: list[_Request]) -> list[Token]:
-        return self._delivered(batch, launched.read())
+        self._leave([one for one in batch if one.launched == one.new])
 
     def _delivered(self, batch: list[_Request], tokens: list[int]) -> list[Token]:
         """What the caller gets; what is over gets nothing any more."""
-        found = []
+        found, ended = [], []
         for one, token in zip(batch, tokens, strict=True):
             if one.over:
                 continue
@@ -346,24 +341,29 @@ class Decoder:
             over = "stop" if token in one.stop else "length" if one.read == one.new else None
             found.append(Token(one.number, token, over))
             if over:
-                self._finish(one)
+                ended.append(one)
+        self._finish(ended)
         return found
 
-    def _finish(self, one: _Request) -> None:
-        one.over = True
-        self._requests.pop(one.number, None)
-        self._leave(one)
+    def _finish(self, ended: list[_Request]) -> None:
+        for one in ended:
+            one.over = True
+            self._requests.pop(one.number, None)
+        self._leave(ended)
 
-    def _leave(self, one: _Request) -> None:
-        """Give back the slot and the pages, if it still has them."""
-        if one in self._running:
-            at = self._running.index(one)
-            self._slots.remove(at, len(self._running) - 1)
-            last = self._running.pop()
-            if last is not one:
-                self._running[at] = last
-        elif one in self._filling:
-            self._filling.remove(one)
-        if one.sequence >= 0:
-            self.cache.free(one.sequence)
-            one.sequence = -1
+    def _leave(self, leaving: list[_Request]) -> None:
+        """Give back slots and pages, where they still have some."""
+        if not leaving:
+            return
+        known = set(leaving)
+        gone = {at for at, one in enumerate(self._running) if one in known}
+        if gone:
+            for source, target in self._slots.remove(gone, len(self._running)):
+                self._running[target] = self._running[source]
+            del self._running[-len(gone) :]
+        for one in leaving:
+            if one in self._filling:
+                self._filling.remove(one)
+            if one.sequence >= 0:
+                self.cache.free(one.sequence)
+                one.sequence = -1

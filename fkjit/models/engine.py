@@ -11,10 +11,11 @@ from fkjit.models.config import ModelConfig
 from fkjit.models.decoder import CHUNK, PAGE_SIZE
 from fkjit.models.joined import join
 from fkjit.models.network import Network
-from fkjit.models.prefill import Piece, prefill
+from fkjit.models.prefill import Piece, Prompts
+from fkjit.models.readback import Launched
 from fkjit.models.sampling import Draws, Sampling, mode_of, pick
 from fkjit.models.slots import Slots
-from fkjit.models.step import LOGITS, Launched, Steps
+from fkjit.models.step import LOGITS, Steps
 from fkjit.models.weights import arranged
 from fkjit.ops.kv.cache import PagedKVCache
 from fkjit.ops.op import torch_ops
@@ -46,6 +47,7 @@ class Engine:
             max_length=self.length, framework="torch",
         )  # fmt: skip
         self._steps = Steps(self._network, self._cache, self._slots, True)
+        self._prompts = Prompts(self._network, self._cache, True)
 
     def fits(self, model: Any, batch: int, length: int) -> bool:
         """Whether there is room, and the parameters still lie where the steps read them."""
@@ -85,7 +87,7 @@ class Engine:
                 room -= len(now)
                 if len(rest):
                     todo.insert(0, Piece(one.sequence, one.start + len(now), rest))
-            stream, _ = prefill(self._network, self._cache, taken)
+            stream, _ = self._prompts.fill(taken)
             ended = len(taken) - bool(todo and todo[0].sequence == taken[-1].sequence)
             last.append(stream[:ended])
         return torch.cat(last)

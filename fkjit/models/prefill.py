@@ -1,4 +1,9 @@
-"""Prompts into the cache: a chunk of packed tokens of several sequences at a time."""
+"""Prompts into the cache: a chunk of packed tokens of several sequences at a time.
+
+A pass of few tokens takes the host longer than the GPU. So it is padded to one of a few sizes, and
+its launches are one CUDA graph from the second time on that a size is met. What pads it is a piece
+of no sequence, whose tokens have no slots in the cache.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fkjit.models.network import Network
-from fkjit.models.step import window_of
+from fkjit.models.step import COUNTERS, window_of
 from fkjit.ops.attention.decode.call import paged_attention
 from fkjit.ops.kv.cache import PagedKVCache
 from fkjit.ops.op import torch_ops
+from fkjit.runtime import workspace
+
+_TOKENS = (64, 128, 256, 384, 512, 768, 1024)  # of a padded pass; more keep the GPU busy
+_PIECES = (1, 4, 16, 64)  # of a padded pass
+# Whose scale is the largest of all tokens', padding among them.
+_TOGETHER = ("fp8_tensor", "")
 
 
 class Piece(NamedTuple):
@@ -22,27 +33,142 @@ class Piece(NamedTuple):
     tokens: Sequence[int]
 
 
-def prefill(network: Network, cache: PagedKVCache, pieces: Sequence[Piece]) -> tuple[Any, Any]:
-    """Append all pieces; (the residual stream behind each one's last token [pieces, hidden], their
-    rows in the cache's tables [pieces] int32)."""
-    torch, device = torch_ops.torch_seen(), network.weights.embedding.device
+class Size(NamedTuple):
+    """Of a pass: tokens; pieces, what pads it among them."""
+
+    tokens: int
+    pieces: int
+
+
+def padded(tokens: int, pieces: int, codes: str | None = None) -> Size | None:
+    """The size of the pass that computes so many; None: it is as large as they are. codes: of the
+    layers' products."""
+    if codes in _TOGETHER:
+        return None
+    most = next((size for size in _TOKENS if size >= tokens), None)
+    room = next((size for size in _PIECES if size >= pieces), None)
+    return None if most is None or room is None else Size(most, room + 1)
+
+
+class _Arrays(NamedTuple):
+    """tokens, positions, slots [tokens], ends [pieces + 1], last [pieces], rows [pieces]: int32.
+    last: each piece's last token."""
+
+    tokens: Any
+    positions: Any
+    ends: Any
+    last: Any
+    slots: Any
+    rows: Any
+
+
+class _Pass:
+    """A padded pass, whose arrays keep their places."""
+
+    def __init__(self, size: Size, device: Any) -> None:
+        torch = torch_ops.torch_seen()
+        self.size, self.met = size, False
+        self.graph: Any = None
+        self.out: Any = None  # of the graph
+        self._numbers = torch.zeros(sum(_parts(size)), dtype=torch.int32, device=device)
+        tokens, positions, ends, last = self._numbers.split(_parts(size))
+        slots, rows = (torch.full_like(self._numbers[:n], -1) for n in size)
+        self.arrays = _Arrays(tokens, positions, ends, last, slots, rows)
+
+    def fill(self, pieces: Sequence[Piece], slots: Any, rows: Any) -> None:
+        """Numbers of the next pass; nothing waits for the device."""
+        made = torch_ops.torch_seen().from_numpy(_numbers(pieces, self.size))
+        self._numbers.copy_(made, non_blocking=True)
+        for own, given in ((self.arrays.slots, slots), (self.arrays.rows, rows)):
+            own[: len(given)].copy_(given)
+            own[len(given) :].fill_(-1)
+
+
+def _parts(size: Size) -> tuple[int, ...]:
+    """Tokens, positions, ends, last."""
+    return size.tokens, size.tokens, size.pieces + 1, size.pieces
+
+
+def _numbers(pieces: Sequence[Piece], size: Size) -> np.ndarray:
+    """int32, the parts of `_parts` side by side."""
     counts = [len(piece.tokens) for piece in pieces]
-    sequences = [piece.sequence for piece in pieces]
-
-    def uploaded(values: Any, dtype: Any) -> Any:
-        return torch.from_numpy(np.asarray(values, dtype)).to(device, non_blocking=True)
-
-    tokens = uploaded(np.concatenate([piece.tokens for piece in pieces]), np.int64)
+    made, total = np.zeros(sum(_parts(size)), np.int32), sum(counts)
+    tokens, positions, ends, last = np.split(made, np.cumsum(_parts(size))[:-1])
+    tokens[:total] = np.concatenate([np.asarray(piece.tokens) for piece in pieces])
     spans = [np.arange(piece.start, piece.start + len(piece.tokens)) for piece in pieces]
-    positions = uploaded(np.concatenate(spans), np.int32)
-    ends = uploaded(np.cumsum([0, *counts]), np.int32)
-    slots, rows, most = cache.extend(sequences, counts), cache.rows(sequences), max(counts)
+    positions[:total] = np.concatenate(spans)
+    ends[1 : len(counts) + 1] = np.cumsum(counts)
+    ends[len(counts) + 1 :] = size.tokens
+    last[:] = ends[1:] - 1
+    return made
 
-    def attend(q: Any, layer: int) -> Any:
-        return paged_attention(
-            q, cache, rows=rows, cu_seqlens_q=ends, max_seqlen_q=most, layer=layer,
-            window=window_of(network, layer),
-        )  # fmt: skip
 
-    stream = network.hidden(tokens, positions, slots, cache, attend)
-    return stream.index_select(0, (ends[1:] - 1).long()), rows
+class Prompts:
+    """Passes of prompts through a network, into a cache. graphs: small ones are padded, and
+    captured."""
+
+    def __init__(self, network: Network, cache: PagedKVCache, graphs: bool) -> None:
+        self.network, self.cache = network, cache
+        self._device = network.weights.embedding.device
+        self._graphs = graphs and network.weights.embedding.is_cuda
+        self._passes: dict[Size, _Pass] = {}
+        self._pool: Any = None
+
+    def fill(self, pieces: Sequence[Piece]) -> tuple[Any, Any]:
+        """Append all pieces; (the residual stream behind each one's last token [pieces, hidden],
+        their rows in the cache's tables [pieces] int32). The next call may overwrite the first."""
+        counts = [len(piece.tokens) for piece in pieces]
+        sequences = [piece.sequence for piece in pieces]
+        slots, rows = self.cache.extend(sequences, counts), self.cache.rows(sequences)
+        size = padded(sum(counts), len(counts), self.network.codes) if self._graphs else None
+        if size is not None:
+            return self._padded(pieces, size, slots, rows)[: len(pieces)], rows
+        size = Size(sum(counts), len(counts))
+        numbers = _numbers(pieces, size)
+        tokens, positions, ends, last = (
+            self._uploaded(one) for one in np.split(numbers, np.cumsum(_parts(size))[:-1])
+        )
+        return self._forward(_Arrays(tokens, positions, ends, last, slots, rows), max(counts)), rows
+
+    def _uploaded(self, values: np.ndarray) -> Any:
+        made = torch_ops.torch_seen().from_numpy(values.copy())
+        return made.to(self._device, non_blocking=True)
+
+    def _padded(self, pieces: Sequence[Piece], size: Size, slots: Any, rows: Any) -> Any:
+        """[pieces of the size, hidden]. The first pass compiles and loads every kernel."""
+        one = self._passes.get(size)
+        if one is None:
+            one = self._passes[size] = _Pass(size, self._device)
+        one.fill(pieces, slots, rows)
+        if one.graph is not None:
+            self.cache.flush()
+            one.graph.replay()
+            return one.out
+        stream = self._forward(one.arrays, size.tokens)
+        if one.met:
+            self._capture(one)
+        one.met = True
+        return stream
+
+    def _capture(self, one: _Pass) -> None:
+        torch = torch_ops.torch_seen()
+        workspace.reserve(self._device.index, COUNTERS)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            one.out = self._forward(one.arrays, one.size.tokens)
+        one.graph = graph
+
+    def _forward(self, at: _Arrays, most: int) -> Any:
+        """most: at least the tokens of a piece."""
+        network, cache = self.network, self.cache
+
+        def attend(q: Any, layer: int) -> Any:
+            return paged_attention(
+                q, cache, rows=at.rows, cu_seqlens_q=at.ends, max_seqlen_q=most, layer=layer,
+                window=window_of(network, layer),
+            )  # fmt: skip
+
+        stream = network.hidden(at.tokens, at.positions, at.slots, cache, attend)
+        return stream.index_select(0, at.last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from fkjit.models.sampling import Draws, Sampling
@@ -82,11 +83,12 @@ class Slots:
             (state.top_p, draws.top_p),
         )  # fmt: skip
         for own, given in pairs:
-            own[span].copy_(given)
+            own[span].copy_(given, non_blocking=True)
         state.active[span] = 1
         for slot, one in enumerate(starting, at):
             if one.uniforms is not None:
-                state.uniforms[slot, one.length - 1 :][: len(one.uniforms)].copy_(one.uniforms)
+                drawn = state.uniforms[slot, one.length - 1 :][: len(one.uniforms)]
+                drawn.copy_(one.uniforms, non_blocking=True)
 
     def draws(self, starting: list[Starting]) -> Draws:
         """For the first new tokens of these sequences."""
@@ -96,7 +98,7 @@ class Slots:
         first = [0.0 if one.uniforms is None else float(one.uniforms[0]) for one in starting]
 
         def uploaded(values: list[Any], dtype: Any) -> Any:
-            return torch.tensor(values, dtype=dtype).to(device)
+            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
         return Draws(
             uploaded(
@@ -107,11 +109,23 @@ class Slots:
             uploaded(first, torch.float32),
         )
 
-    def remove(self, at: int, last: int) -> None:
-        """Empty a slot; the sequence of the last full one takes it."""
-        state = self.state
-        if at != last:
-            for array in state:
-                array[at].copy_(array[last])
-        state.rows[last], state.active[last], state.positions[last] = -1, 0, 0
-        state.temperature[last] = 0.0
+    def remove(self, gone: Collection[int], count: int) -> list[tuple[int, int]]:
+        """Empty some of the first `count` slots, which are full. The last sequences take the places
+        of those that are gone; (from, to) of each. Nothing waits for the device."""
+        left = count - len(gone)
+        holes = sorted(slot for slot in gone if slot < left)
+        last = [slot for slot in range(left, count) if slot not in gone]
+        if last:
+            self._move(last, holes)
+        state, freed = self.state, slice(left, count)
+        state.rows[freed] = -1
+        for array in (state.active, state.positions, state.temperature):
+            array[freed] = 0
+        return list(zip(last, holes, strict=True))
+
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        torch, like = torch_ops.torch_seen(), self.state.tokens
+        pair = torch.tensor([sources, targets], pin_memory=like.is_cuda)
+        source, target = pair.to(like.device, non_blocking=True)
+        for array in self.state:
+            array.index_copy_(0, target, array.index_select(0, source))

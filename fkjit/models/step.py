@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from fkjit.errors import ParameterError
 from fkjit.models import plan as plans
 from fkjit.models.network import Attend, Fused, Network
 from fkjit.models.plan import StepPlan
+from fkjit.models.readback import Launched, Readback
 from fkjit.models.sampling import GREEDY, Logits, pick
 from fkjit.models.slots import Slots, State
 from fkjit.models.whole_step import WholeStep, has_whole
@@ -23,29 +24,15 @@ from fkjit.ops.step.logits import pick_largest
 from fkjit.runtime import pdl, workspace
 from fkjit.runtime.interop import view
 
-_COUNTERS = 1 << 12  # an eighth of those that are there for all kernels of one graph
+COUNTERS = 1 << 12  # an eighth of those that are there for all kernels of one graph
 _REPLAYS = 20  # of a graph that is timed
 LOGITS = "logits"  # a way of sampling: the caller takes the logits, and gives the next tokens
-_RING = 3  # host buffers: of the step that runs, of the one that is read, and one between them
 
 
 def window_of(network: Network, layer: int) -> tuple[int, int] | None:
     """A layer's window as attention takes it."""
     seen = network.config.windows[layer]
     return None if seen is None else (seen - 1, 0)
-
-
-class Launched(NamedTuple):
-    """Tokens of a step on their way to the host."""
-
-    tokens: Any
-    event: Any
-
-    def read(self) -> list[int]:
-        """The tokens, of the slots in their order. Waits for the step."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.tokens.tolist()
 
 
 class Steps:
@@ -60,7 +47,6 @@ class Steps:
         self, network: Network, cache: PagedKVCache, slots: Slots, graphs: bool,
         plan: StepPlan | str | None = None,
     ) -> None:  # fmt: skip
-        torch = torch_ops.torch_seen()
         self.network, self.cache, self.slots = network, cache, slots
         self._most = slots.state.tokens.shape[0]
         self._on_gpu = slots.state.tokens.is_cuda
@@ -75,27 +61,21 @@ class Steps:
             )
         vocabulary, device = network.config.vocabulary, slots.state.tokens.device
         self._logits = Logits(self._most, vocabulary, device)
-        self._host = [
-            torch.zeros(self._most, dtype=torch.int64, pin_memory=self._on_gpu)
-            for _ in range(_RING)
-        ]
+        self._readback = Readback(self._most, device)
 
     def launch(self, count: int, mode: str) -> Launched:
         """A step of the first `count` slots; nothing waits for it."""
-        torch = torch_ops.torch_seen()
         size = min(1 << (count - 1).bit_length(), self._most)
         self.cache.flush()
         if self._graphs is None:
             self.run(size, mode)
         else:
             self.graph(size, mode).replay()
-        host = self._host.pop(0)
-        self._host.append(host)
-        host[:count].copy_(self.slots.state.tokens[:count], non_blocking=True)
-        event = torch.cuda.Event() if self._on_gpu else None
-        if event is not None:
-            event.record()
-        return Launched(host[:count], event)
+        return self.send(self.slots.state.tokens[:count])
+
+    def send(self, tokens: Any) -> Launched:
+        """Tokens as they are now, on their way to the host."""
+        return self._readback.send(tokens)
 
     def run(self, size: int, mode: str, plan: StepPlan | None = None) -> None:
         """The step itself: the sequences' tokens and positions become the next ones."""
@@ -163,7 +143,7 @@ class Steps:
                 self.run(size, mode, plan)
                 state.positions.copy_(kept[1])
             torch.cuda.synchronize()
-            workspace.reserve(state.tokens.device.index, _COUNTERS)
+            workspace.reserve(state.tokens.device.index, COUNTERS)
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()

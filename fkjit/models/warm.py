@@ -12,6 +12,7 @@ from fkjit.errors import ParameterError
 from fkjit.models.config import ModelConfig
 from fkjit.models.decoder import CHUNK, LONGEST, PAGE_SIZE
 from fkjit.models.plan import StepPlan, fits, model_of, usual
+from fkjit.models.prefill import Size, padded
 from fkjit.models.quantized import check_head, described, keeper, one_scheme
 from fkjit.ops.attention.decode import settled
 from fkjit.ops.quantize.schemes import QuantizedTensor
@@ -126,8 +127,11 @@ def calls(
         while rest > 0:
             tokens = min(rest, CHUNK)
             sequences = min(batch, -(-tokens // prompt))
-            yield from maker.layer(tokens)
-            yield from maker.prefill(tokens, sequences, min(prompt, tokens))
+            size = padded(tokens, sequences, codes.both)
+            longest = min(prompt, tokens) if size is None else size.tokens
+            size = size or Size(tokens, sequences)
+            yield from maker.layer(size.tokens)
+            yield from maker.prefill(size.tokens, size.pieces, longest)
             yield from maker.head(sequences)
             rest = rest - tokens if rest < 2 * CHUNK else rest % CHUNK + CHUNK
 

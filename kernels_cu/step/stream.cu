@@ -57,16 +57,18 @@ constexpr int ROWS = ${rows};        // of the weight in a tile; with APPEND a h
 constexpr int CLUSTER = ${cluster};  // blocks that share the k of a tile
 constexpr int W_STAGES = ${weight_stages}, X_STAGES = ${x_stages};
 constexpr int GUARD = ${guard};  // bytes between arrays: 0 except where memory is checked
-constexpr int CONSUMERS = 4, THREADS = 32 * (CONSUMERS + 2);  // warps that multiply; all threads
+constexpr int CONSUMERS = 4, WARPS = CONSUMERS + (NORM && ${x_factors} ? 3 : 2);  // that multiply; all
+constexpr int THREADS = 32 * WARPS;
 constexpr int HALVES = GATE ? 2 : 1, OUTPUTS = ROWS / HALVES;
+constexpr bool PAIRS = GATE || APPEND;  // two rows of the weight make one of out, or a pair
 constexpr int QUADS = (APPEND ? ROWS / 2 : OUTPUTS) / 4;  // threads that share a row of out
 constexpr int PASS = 32 * CONSUMERS / QUADS;
 static_assert(ROWS % 64 == 0 && TOKENS % 16 == 0, "wgmma's rows and columns");
 static_assert(WARP_SIZE % QUADS == 0, "a row's threads are of one warp");
 static_assert(GATE + HEAD + APPEND + LEAVES <= 1, "one way out");
 
-using Rings = StreamRings<ROWS, TOKENS, W_STAGES, X_STAGES, GUARD>;
-using Sums = StreamSums<ROWS, TOKENS, CLUSTER>;
+using Sums = StreamSums<ROWS, TOKENS, CLUSTER, CENTERED>;
+using Rings = StreamRings<ROWS, TOKENS, W_STAGES, X_STAGES, Sums::PARTS_BYTES, GUARD>;
 static_assert(Sums::BYTES <= W_STAGES * Rings::W_STAGE, "sums lie where the weight was");
 
 //% if cluster > 1
@@ -125,36 +127,85 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   const int tile = blockIdx.x / CLUSTER, first = tile * OUTPUTS;
   const int rank = CLUSTER > 1 ? cluster_rank() : 0, steps = ceil_div(k, BLOCK_K);
   const int begin = rank * steps / CLUSTER, count = (rank + 1) * steps / CLUSTER - begin;
-  const Sums sums{reinterpret_cast<float*>(shared_memory)};
+  const Sums sums{reinterpret_cast<float*>(shared_memory),
+                  reinterpret_cast<float*>(shared_memory + Rings::PARTS), rank};
   float acc[ROWS / 64][TOKENS / 8][4];
+  if ((warp == CONSUMERS || warp == CONSUMERS + 1) && elect_one()) {
+    tma_prefetch(warp == CONSUMERS ? weight_map : x_map);
+    //% if norm == "layer"
+    if (warp > CONSUMERS) tma_prefetch(norm_map), tma_prefetch(norm_bias_map);
+    //% endif
+  }
 
   // 1. Barriers; where memory is checked, NaN in rows that x has not.
-  if (threadIdx.x == 0) rings.begin();
+  if (threadIdx.x == 0) rings.begin(sums.bytes(m));
   if (GUARD > 0)
     for (int stage = 0; stage < X_STAGES; ++stage) Rings::X::mark(rings.x(stage), x_rows, TOKENS);
   __syncthreads();
+  if (CLUSTER > 1) cluster_arrive_relaxed();  // others may send
   let_next_kernel();
 
-  // What the thread's four columns of a row of out take beside the sums.
+  // What the thread's four columns of a row of out take beside the sums: what no kernel writes comes
+  // before the wait, the rest of the first row under the products.
   const auto row_of = [&](int pass) {
     return (pass * PASS + static_cast<int>(threadIdx.x) / QUADS) * CLUSTER + rank;
   };
   const int quad = threadIdx.x % QUADS * 4, column = first + quad;
+  const int apart = GATE ? n : ROWS / 2;  // to the columns beside these
+  uint2 biases[2] = {};
+  //% if leaves != "none"
+  uint2 norm_weights = {};
+  //% endif
+  const auto load_constants = [&] {
+    if (column >= n) return;
+    if (bias != nullptr) biases[0] = load_eight_bytes(bias + column);
+    if (PAIRS && bias != nullptr) biases[1] = load_eight_bytes(bias + column + apart);
+    //% if leaves != "none"
+    norm_weights = load_eight_bytes(norm_weight + column);
+    //% endif
+  };
+  //% if append
+  using Append = QkvAppend<elem_t, ROPE>;
+  const Append append = {out_q,
+                         k_pages,
+                         v_pages,
+                         slot_mapping,
+                         positions,
+                         table,
+                         {k_page_step, k_head_step, k_token_step, num_slots, page_log2},
+                         {v_page_step, v_head_step, v_token_step, num_slots, page_log2},
+                         position_words,
+                         table_rows,
+                         heads_q,
+                         heads_kv,
+                         head_dim};
+  float4 cosines = {}, sines = {};
+  elem_t* target = nullptr;
+  //% else
   uint2 added = {};
+  //% endif
   const auto load_added = [&](int pass) {
-    //% if not append
     const int row = row_of(pass);
-    if (residual != nullptr && row < m && column < n)
-      added = *reinterpret_cast<const uint2*>(residual + row * residual_stride + column);
+    if (row >= m || column >= n) return;
+    //% if append
+    target = append.place(row, tile);
+    if (!append.turns(tile)) return;
+    const float* const entry = append.entry(row);
+    const float none = __int_as_float(0x7fffffff);
+    cosines = entry == nullptr ? make_float4(none, none, none, none) : load_floats(entry + quad);
+    if (entry != nullptr) sines = load_floats(entry + ROWS / 2 + quad);
+    //% else
+    if (residual != nullptr) added = load_eight_bytes(residual + row * residual_stride + column);
     //% endif
   };
 
   // 2. The weight at once; x behind the previous kernel; products, and what comes to the first row.
   if (warp == CONSUMERS) {
-    rings.fetch_weight<HALVES>(weight_map, begin, count, first, n);
+    rings.fetch_weight<HALVES, ${x_far}>(weight_map, begin, count, first, n);
   } else {
+    if (warp < CONSUMERS) load_constants();
     after_previous_kernel(false);
-    if (warp > CONSUMERS) {
+    if (warp == CONSUMERS + 1) {
       rings.fetch_x<CENTERED ? 2 : 0>(
           x_map, begin, count, x_rows, [&](u32 to, u32 barrier, int column) {
             //% if norm == "layer"
@@ -162,10 +213,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
             tma_load(to + 8 * BLOCK_K * 2, norm_bias_map, barrier, column, 0, 0, 0);
             //% endif
           });
+    }
+    if (warp == WARPS - 1) {
       //% if norm != "none"
       row_factors<CENTERED>(factors, means, moments, parts, m, k, eps, lane);
       //% endif
-    } else {
+    } else if (warp < CONSUMERS) {
       load_added(0);
       rings.multiply<elem_t>(acc, count, lane);
     }
@@ -175,58 +228,46 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
 
   // 3. All parts of k.
   if (warp < CONSUMERS) sums.store(acc, warp, lane);
+  __syncthreads();
+  if (CLUSTER > 1) cluster_wait();
+  if (warp >= CONSUMERS) return;
   if (CLUSTER > 1) {
-    meet_cluster();
-  } else {
-    __syncthreads();
+    sums.send<32 * CONSUMERS>(rings.parts_full(), m, x_rows, threadIdx.x);
+    mbarrier_wait(rings.parts_full(), 0);
   }
 
   // 4. What becomes of them; a warp has whole rows.
-  const int passes = warp < CONSUMERS ? ceil_div(ceil_div(m, CLUSTER), PASS) : 0;
+  const int passes = ceil_div(ceil_div(m, CLUSTER), PASS);
 #pragma unroll 1
   for (int pass = 0; pass < passes; ++pass) {
     const int row = row_of(pass);
     const bool there = row < m && column < n;  // of a head perhaps not all four
     const float factor = NORM && there ? factors[row] : 1.f;
     const float shift = CENTERED && there ? -means[row] : 0.f;
-    const auto sum_of = [&](int place, int of_bias) {
+    const auto sum_of = [&](int place, uint2 of_bias) {
       float4 z = sums.of(row, place);
-      if (CENTERED) add_four(z, sums.of(x_rows, place), shift);
+      if (CENTERED) add_four(z, sums.behind(0, x_rows, place), shift);
       z.x *= factor, z.y *= factor, z.z *= factor, z.w *= factor;
-      if (CENTERED) add_four(z, sums.of(x_rows + 8, place));
-      if (bias != nullptr) add_four(z, load_four(bias + of_bias));
+      if (CENTERED) add_four(z, sums.behind(1, x_rows, place));
+      if (bias != nullptr) add_four(z, unpack_four<elem_t>(of_bias));
       return z;
     };
-    //% if append
-    if (!there) continue;
-    const QkvAppend<elem_t, ROPE> append = {
-        out_q,
-        k_pages,
-        v_pages,
-        slot_mapping,
-        positions,
-        table,
-        {k_page_step, k_head_step, k_token_step, num_slots, page_log2},
-        {v_page_step, v_head_step, v_token_step, num_slots, page_log2},
-        position_words,
-        table_rows,
-        heads_q,
-        heads_kv,
-        head_dim};
-    const float4 a = sum_of(quad, column), b = sum_of(quad + ROWS / 2, column + ROWS / 2);
-    append(a.x, b.x, row, tile, quad), append(a.y, b.y, row, tile, quad + 1);
-    append(a.z, b.z, row, tile, quad + 2), append(a.w, b.w, row, tile, quad + 3);
-    //% else
-    float4 y = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (pass > 0) load_added(pass);
+    float4 y = {}, beside = {};
     if (there) {
-      y = sum_of(quad, column);
+      y = sum_of(quad, biases[0]);
+      if (PAIRS) beside = sum_of(quad + (GATE ? OUTPUTS : ROWS / 2), biases[1]);
+    }
+    //% if append
+    if (!there || target == nullptr) continue;
+    if (append.turns(tile)) turn_four(y, beside, cosines, sines);
+    store_four(target + quad, y, 4);
+    store_four(target + quad + ROWS / 2, beside, 4);
+    //% else
+    if (there) {
       y.x = Activation::value(y.x), y.y = Activation::value(y.y);
       y.z = Activation::value(y.z), y.w = Activation::value(y.w);
-      if (GATE) {
-        const float4 up = sum_of(quad + OUTPUTS, n + column);
-        y.x *= up.x, y.y *= up.y, y.z *= up.z, y.w *= up.w;
-      }
-      if (pass > 0) load_added(pass);
+      if (GATE) y.x *= beside.x, y.y *= beside.y, y.z *= beside.z, y.w *= beside.w;
       if (residual != nullptr) add_four(y, unpack_four<elem_t>(added));
       store_four(out + row * out_stride + column, y, HEAD ? n - column : 4);
     }
@@ -246,10 +287,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     leave_moments<LEAVES_MEAN, OUTPUTS>(moments_out + (tile * m + row) * (LEAVES_MEAN ? 2 : 1), y,
                                         row < m && quad == 0);
     if (!there) continue;
-    const float4 w = load_four(norm_weight + column);
+    const float4 w = unpack_four<elem_t>(norm_weights);
     *reinterpret_cast<uint2*>(scaled_out + static_cast<i64>(row) * n + column) =
         pack_four<elem_t>(make_float4(y.x * w.x, y.y * w.y, y.z * w.z, y.w * w.w));
     //% endif
   }
-  if (CLUSTER > 1) meet_cluster();  // the others have read this one's sums
 }

@@ -14,18 +14,25 @@ struct QkvAppend {
   PagedPool k_pool, v_pool;
   int position_words, table_rows, heads_q, heads_kv, head_dim;
 
+  __device__ __forceinline__ bool turns(int head) const {
+    return ROPE && head < heads_q + heads_kv;
+  }
+
+  // The token's cosines, head_dim / 2 further its sines; null where the table has not its position.
+  __device__ __forceinline__ const float* entry(int token) const {
+    const int position = positions[token * position_words];
+    return position >= 0 && position < table_rows ? table + wide(position, head_dim) : nullptr;
+  }
+
   // a: column `pair` of head `head` of all, b: that of the other half. A position that the table has
   // not makes NaN.
   __device__ __forceinline__ void operator()(float a, float b, int token, int head,
                                              int pair) const {
     const int half = head_dim / 2;
-    if (ROPE && head < heads_q + heads_kv) {
-      const int position = positions[token * position_words];
-      const bool inside = position >= 0 && position < table_rows;
-      const float* const entry = table + wide(inside ? position : 0, head_dim) + pair;
-      const float unit = inside ? 1.f : __int_as_float(0x7fffffff);
-      const float cosine = entry[0] * unit, sine = entry[half] * unit,
-                  turned = a * cosine - b * sine;
+    if (turns(head)) {
+      const float* const at = entry(token);
+      const float cosine = at != nullptr ? at[pair] : __int_as_float(0x7fffffff),
+                  sine = at != nullptr ? at[pair + half] : 0.f, turned = a * cosine - b * sine;
       b = b * cosine + a * sine, a = turned;
     }
     T* const target = place(token, head);
@@ -34,7 +41,6 @@ struct QkvAppend {
     target[pair + half] = static_cast<T>(b);
   }
 
- private:
   // The head's first column; null where a token has no slot.
   __device__ __forceinline__ T* place(int token, int head) const {
     if (head < heads_q) return out_q + wide(token * heads_q + head, head_dim);

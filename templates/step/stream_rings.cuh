@@ -4,7 +4,8 @@
 //
 //   weight stage 0, 1, ...   [ROWS][64 k], 128-byte swizzle, with two halves gate's rows, then up's
 //   x stage 0, 1, ...        [TOKENS][64 k]; behind x's rows perhaps a LayerNorm's weight and bias
-//   barriers                 of each stage: full, empty
+//   parts                    others' sums of this block's rows of out (step/stream_sums.cuh)
+//   barriers                 of each stage: full, empty; of the parts: full
 //   factors                  [2][TOKENS] floats, of x's rows
 //
 // When all has been multiplied, sums lie where the weight was (step/stream_sums.cuh).
@@ -13,15 +14,16 @@
 #include "tile/ring.cuh"
 #include "gemm/sm90/operands.cuh"
 
-template <int ROWS, int TOKENS, int W_STAGES_, int X_STAGES_, int GUARD>
+template <int ROWS, int TOKENS, int W_STAGES_, int X_STAGES_, int PARTS_BYTES, int GUARD>
 struct StreamRings {
   using W = OperandTile<ROWS, true>;
   using X = OperandTile<TOKENS, true>;
   static constexpr int W_STAGES = W_STAGES_, X_STAGES = X_STAGES_;
   static constexpr int W_STAGE = W::BYTES, X_STAGE = X::BYTES;
   static constexpr int X_FIRST = W_STAGES * W_STAGE + GUARD;
-  static constexpr int BARRIERS = X_FIRST + X_STAGES * X_STAGE + GUARD;
-  static constexpr int FACTORS = BARRIERS + 16 * (W_STAGES + X_STAGES) + GUARD;
+  static constexpr int PARTS = X_FIRST + X_STAGES * X_STAGE + GUARD;
+  static constexpr int BARRIERS = PARTS + PARTS_BYTES + GUARD;
+  static constexpr int FACTORS = BARRIERS + 16 * (W_STAGES + X_STAGES + 1) + GUARD;
   static constexpr int RELEASES = 4;  // by a warp each
   u32 base;
 
@@ -34,23 +36,39 @@ struct StreamRings {
   __device__ __forceinline__ u32 x_full(int stage) const { return weight_full(W_STAGES + stage); }
   __device__ __forceinline__ u32 x_empty(int stage) const { return x_full(stage) + 8; }
 
-  // By one thread; the others wait for it.
-  __device__ __forceinline__ void begin() const {
+  __device__ __forceinline__ u32 parts_full() const { return weight_full(W_STAGES + X_STAGES); }
+
+  // By one thread; the others wait for it. parts: bytes of others' sums that will come.
+  __device__ __forceinline__ void begin(int parts) const {
 #pragma unroll
     for (int stage = 0; stage < W_STAGES + X_STAGES; ++stage) {
       mbarrier_init(weight_full(stage), 1);
       mbarrier_init(weight_empty(stage), RELEASES);
     }
+    if (PARTS_BYTES > 0) mbarrier_init(parts_full(), 1);
     mbarrier_init_fence();
+    if (PARTS_BYTES > 0) mbarrier_expect(parts_full(), parts);
   }
 
   // By one warp: steps `first` to `first + count` of a weight's rows from `row` on; with two HALVES
   // half of a tile's rows are those, and half lie `apart` behind them.
-  template <int HALVES>
+  // FAR steps behind those that the ring has room for come to L2 meanwhile.
+  template <int HALVES, int FAR>
   __device__ __forceinline__ void fetch_weight(const TensorMap& map, int first, int count, int row,
                                                int apart) const {
     constexpr int PART = ROWS / HALVES;
     RingPlace<W_STAGES> place;
+    if (FAR > 0) {
+      fetch_weight<HALVES, 0>(map, first, min(count, W_STAGES), row, apart);
+      const int end = min(count, W_STAGES + FAR);
+      for (int step = W_STAGES; step < end; ++step)
+        if (elect_one())
+#pragma unroll
+          for (int half = 0; half < HALVES; ++half)
+            tma_prefetch_l2(map, (first + step) * BLOCK_K, row + half * apart, 0, 0);
+      for (int step = 0; step < min(count, W_STAGES); ++step) place.advance();
+      first += min(count, W_STAGES), count -= min(count, W_STAGES);
+    }
     for (int step = first; step < first + count; ++step, place.advance()) {
       mbarrier_wait(weight_empty(place.stage), place.parity ^ 1);
       if (!elect_one()) continue;

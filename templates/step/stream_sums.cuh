@@ -12,9 +12,22 @@ __device__ __forceinline__ float4 unpack_four(uint2 bits) {
   const float2 low = unpack2<T>(bits.x), high = unpack2<T>(bits.y);
   return make_float4(low.x, low.y, high.x, high.y);
 }
+// Where it stands, so that it is under way meanwhile.                   PTX ISA: ld.global.v2.b32
 template <typename T>
-__device__ __forceinline__ float4 load_four(const T* source) {
-  return unpack_four<T>(*reinterpret_cast<const uint2*>(source));
+__device__ __forceinline__ uint2 load_eight_bytes(const T* source) {
+  uint2 bits;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];"
+               : "=r"(bits.x), "=r"(bits.y)
+               : "l"(__cvta_generic_to_global(source)));
+  return bits;
+}
+// The same of four floats.                                            PTX ISA: ld.global.v4.f32
+__device__ __forceinline__ float4 load_floats(const float* source) {
+  float4 x;
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(__cvta_generic_to_global(source)));
+  return x;
 }
 template <typename T>
 __device__ __forceinline__ uint2 pack_four(const float4& x) {
@@ -38,11 +51,31 @@ __device__ __forceinline__ void add_four(float4& a, const float4& b, float times
   a.x += b.x * times, a.y += b.y * times, a.z += b.z * times, a.w += b.w * times;
 }
 
-template <int ROWS, int TOKENS, int CLUSTER>
+// Four pairs, one half of each in a, the other in b, turned as RoPE does.
+__device__ __forceinline__ void turn_four(float4& a, float4& b, const float4& cosines,
+                                          const float4& sines) {
+  const auto turn = [](float& x, float& y, float cosine, float sine) {
+    const float turned = x * cosine - y * sine;
+    y = y * cosine + x * sine, x = turned;
+  };
+  turn(a.x, b.x, cosines.x, sines.x), turn(a.y, b.y, cosines.y, sines.y);
+  turn(a.z, b.z, cosines.z, sines.z), turn(a.w, b.w, cosines.w, sines.w);
+}
+
+template <int ROWS, int TOKENS, int CLUSTER, bool CENTERED>
 struct StreamSums {
   static constexpr int PITCH = ROWS + 4;  // floats: lanes of a fragment meet 32 banks
   static constexpr int BYTES = TOKENS * PITCH * 4;
-  float* own;
+  static constexpr int BEHIND = CENTERED ? 2 : 0;  // rows behind x's, which every block takes
+  static constexpr int OWN = (TOKENS - 8 * BEHIND) / CLUSTER + BEHIND;  // rows that a block takes
+  static constexpr int PARTS_BYTES = CLUSTER > 1 ? CLUSTER * OWN * ROWS * 4 : 0;
+  float *own, *parts;  // [TOKENS][PITCH] of this block's k; [CLUSTER][OWN][ROWS] of all of k
+  int rank;
+
+  // What comes to this block, of m rows of x.
+  __device__ __forceinline__ int bytes(int m) const {
+    return CLUSTER * (ceil_div(m - rank, CLUSTER) + BEHIND) * ROWS * 4;
+  }
 
   // Of a warp of the warpgroup: acc[block][n] are rows 64 block + 16 warp + ..., tokens 8 n + ....
   template <int N>
@@ -58,14 +91,42 @@ struct StreamSums {
           at[(n * 8 + j % 2) * PITCH + block * 64 + j / 2 * 8] = acc[block][n][j];
   }
 
+  // By THREADS threads, when all have stored: each row to the block that takes it, where it counts
+  // on `barrier`. No fence, which would wait for all of memory: the barrier says what has come.
+  template <int THREADS>
+  __device__ __forceinline__ void send(u32 barrier, int m, int x_rows, int thread) const {
+    constexpr int QUADS = ROWS / 4;
+    for (int i = thread; i < (m + BEHIND * CLUSTER) * QUADS; i += THREADS) {
+      const int item = i / QUADS, place = i % QUADS * 4, extra = item - m;
+      const bool behind = BEHIND > 0 && extra >= 0;
+      const int row = behind ? x_rows + extra / CLUSTER * 8 : item;
+      const int at = behind ? OWN - BEHIND + extra / CLUSTER : item / CLUSTER;
+      const int taker = (behind ? extra : item) % CLUSTER;
+      const float4 x = *reinterpret_cast<const float4*>(own + row * PITCH + place);
+      const u32 there = shared_address(parts + (rank * OWN + at) * ROWS + place);
+      cluster_send_floats(cluster_address(there, taker), {x.x, x.y, x.z, x.w},
+                          cluster_address(barrier, taker));
+    }
+  }
+
   // Four neighbouring rows of the weight for a token, from all parts of k in their order.
   __device__ __forceinline__ float4 of(int token, int row) const {
-    const float* const at = own + token * PITCH + row;
-    if (CLUSTER == 1) return *reinterpret_cast<const float4*>(at);
-    float4 total = cluster_load_floats(at, 0);
+    if (CLUSTER > 1) return total(token / CLUSTER, row);
+    return *reinterpret_cast<const float4*>(own + token * PITCH + row);
+  }
+  // The same of a row behind x's.
+  __device__ __forceinline__ float4 behind(int number, int x_rows, int row) const {
+    return CLUSTER > 1 ? total(OWN - BEHIND + number, row) : of(x_rows + 8 * number, row);
+  }
+
+ private:
+  __device__ __forceinline__ float4 total(int at, int row) const {
+    const float* const first = parts + at * ROWS + row;
+    float4 sum = *reinterpret_cast<const float4*>(first);
 #pragma unroll
-    for (int rank = 1; rank < CLUSTER; ++rank) add_four(total, cluster_load_floats(at, rank));
-    return total;
+    for (int rank = 1; rank < CLUSTER; ++rank)
+      add_four(sum, *reinterpret_cast<const float4*>(first + rank * OWN * ROWS));
+    return sum;
   }
 };
 

@@ -31,7 +31,7 @@ def test_both_rates_are_printed(tiny):
     first, prefill, decode = done.out.splitlines()[-3:]
     assert first.endswith("parameters in bf16 on cpu; batch 2, 3 + 2 tokens")
     assert re.fullmatch(r"prefill [\d,]+ tokens/s: 6 tokens in [\d.]+ m?s", prefill)
-    assert re.fullmatch(r"decode [\d,]+ tokens/s: [\d.]+ m?s a step", decode)
+    assert re.fullmatch(r"decode [\d,]+ tokens/s: [\d.]+ [mu]?s a step", decode)
 
 
 def test_rates_are_tokens_by_seconds():

@@ -14,8 +14,14 @@ from fkjit.errors import (
 from fkjit.jit.build import quiet
 
 torch = pytest.importorskip("torch", reason="needs torch")
-from fkjit.models import Decoder, Sampling, random_weights  # noqa: E402
+from fkjit.models import (  # noqa: E402
+    Decoder,
+    Sampling,
+    prefill,
+    random_weights,
+)
 from fkjit.models.network import Network  # noqa: E402
+from fkjit.models.slots import Slots  # noqa: E402
 from tests.core.sampling import one_in  # noqa: E402
 from tests.models.reference_model import CONFIGS, logits_of, state_of  # noqa: E402
 
@@ -154,6 +160,20 @@ def test_a_layer_of_a_step_is_eight_launches(name, append, norm, monkeypatch):
     assert launched == ["kv_slots.rows", *layer, norm, product]
 
 
+def test_the_last_sequences_take_the_places_of_those_that_leave():
+    slots = Slots(6, 3, 48, "cpu")
+    slots.state.tokens[:5] = torch.arange(10, 15)
+    slots.state.rows[:5] = torch.arange(5)
+    slots.state.uniforms[:5] = torch.arange(5.0)[:, None]
+    slots.state.active[:5] = 1
+    assert slots.remove({0, 4, 2}, 5) == [(3, 0)]
+    assert slots.state.tokens[:2].tolist() == [13, 11]
+    assert slots.state.uniforms[:2, 2].tolist() == [3.0, 1.0]
+    assert slots.state.rows.tolist() == [3, 1, -1, -1, -1, -1]
+    assert slots.state.active.tolist() == [1, 1, 0, 0, 0, 0]
+    assert slots.remove({0, 1}, 2) == [] and not slots.state.active.any()
+
+
 def test_a_cache_that_is_full_lets_requests_wait():
     decoder = one_layer(num_pages=2)
     with quiet():
@@ -236,3 +256,18 @@ def test_a_temperature_near_0_is_as_good_as_greedy():
     with quiet():
         greedy = decoder.generate(PROMPTS[:1], max_new_tokens=2)
         assert decoder.generate(PROMPTS[:1], max_new_tokens=2, sampling=Sampling(1e-42)) == greedy
+
+
+def test_padded_passes_of_prompts_make_the_same_tokens(monkeypatch):
+    """As on a GPU, whose graphs want few sizes; a graph is none here."""
+    monkeypatch.setattr(prefill, "_TOKENS", (16, 32))
+    monkeypatch.setattr(prefill, "_PIECES", (2,))
+    monkeypatch.setattr(prefill.Prompts, "_capture", lambda self, one: None)
+    exact, other = one_layer(), one_layer()
+    other._prompts._graphs = True
+    with quiet():
+        for prompts in (PROMPTS[:2], PROMPTS[2:3], PROMPTS[:2]):
+            made = [one.generate(prompts, max_new_tokens=2) for one in (exact, other)]
+            assert made[0] == made[1]
+    assert {size.pieces for size in other._prompts._passes} == {3}
+    assert any(one.met for one in other._prompts._passes.values())

@@ -90,11 +90,12 @@ def _grid(params: Params, problem: Problem) -> Dim3:
     return (-(-problem["n"] // tile), 1, 1)
 
 
-def _flops(problem: Problem) -> float:
+def flops(problem: Problem) -> float:
+    """Of a product, with a gate of two."""
     return 2.0 * problem["m"] * problem["n"] * problem["k"] * (2 if problem.get("gate") else 1)
 
 
-def _bytes(problem: Problem) -> float:
+def moved(problem: Problem) -> float:
     """Of the weight, x and what comes out."""
     wide = problem["n"] * (2 if problem.get("gate") else 1)
     elements = wide * problem["k"] + problem["m"] * (problem["k"] + problem["n"])
@@ -112,7 +113,7 @@ _COMMON: Mapping[str, Any] = {
     "block": lambda params: (32 * params["tile"][1], 1, 1),
     "grid": _grid,
     "shape_class": lambda p: {"m": size_class(p["m"], ROWS), "n": p["n"], "k": p["k"]},
-    "work": Work(flops=_flops, bytes=_bytes, interpreter_flops=2e8),
+    "work": Work(flops=flops, bytes=moved, interpreter_flops=2e8),
 }
 
 

@@ -258,6 +258,7 @@ def _check_append(
             f"{dim} columns, one of {_HEADS}"
         )
     check_indices(call, seen, m, dim)
+    _check_boundaries(call, {**pages, **({"table": seen["table"]} if "table" in seen else {})})
     usual = tile_for(problem["n"], problem["k"], dim)
     found = tile_of(call, tile, usual, problem["k"])
     if found[0] != dim:
@@ -270,6 +271,16 @@ def _check_append(
     }  # fmt: skip
     out = Output((m, heads_q, dim), problem["dtype"])
     return Request(views, {"out_q": out}, (Launch(APPEND, params_of(APPEND, problem), problem),))
+
+
+def _check_boundaries(call: str, views: Mapping[str, View]) -> None:
+    """Four columns are read and written at a time."""
+    for name, view in views.items():
+        if view.pointer % 16 or any(step % 4 for step in view.strides[:-1]):
+            raise ParameterError(
+                f"{call}: {name} has strides {tuple(view.strides)}; allowed: from 16 bytes on, "
+                "heads of multiples of four columns"
+            )
 
 
 INPUTS = ("x", "weight", "bias", "moments", "x_weight", "x_bias")

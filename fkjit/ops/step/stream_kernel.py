@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fkjit.ops.gemm import epilogue
-from fkjit.ops.step.kernels import append_arguments
-from fkjit.runtime.interop import ITEMSIZE
+from fkjit.ops.step.kernels import append_arguments, flops, moved
 from fkjit.runtime.tensor_map import TensorMap
 from fkjit.spec import (
     KernelSpec,
@@ -34,6 +33,7 @@ CLUSTERS = (1, 2, 4, 8)
 # KB of shared memory for the weight, and for x beside it: two blocks of an SM, or one.
 _ROOMS = {80: 32, 64: 48, 176: 32}
 HALF, EVEN, WHOLE = _ROOMS
+_X_STAGES = 4  # of x at least, where there is room
 Tile = tuple[int, int, int]
 TILES: tuple[Tile, ...] = tuple(
     (rows, cluster, room)
@@ -49,11 +49,27 @@ _FREE = (
 _DTYPE = Param("dtype", ("bf16", "fp16"), "element type of all arrays")
 
 
+VARIANT = {"x_factors": True, "x_far": 0}
+
+
+def parts_bytes(params: Params) -> int:
+    """Of shared memory for sums of the blocks that share k."""
+    (rows, cluster, _), tokens = params["tile"], params["tokens"]
+    if cluster == 1:
+        return 0
+    behind = 2 if params["norm"] == "layer" else 0
+    return 4 * rows * cluster * ((tokens - 8 * behind) // cluster + behind)
+
+
 def stages(params: Params) -> tuple[int, int]:
-    """Of the weight, and of x."""
+    """Of the weight, and of x. What comes from other blocks takes its room from x as long as that
+    has some stages left, then from the weight."""
     rows, _, room = params["tile"]
-    step = BLOCK_K * 2  # bytes of a row
-    return (room << 10) // (rows * step), (_ROOMS[room] << 10) // (params["tokens"] * step)
+    of_weight, of_x = (BLOCK_K * 2 * count for count in (rows, params["tokens"]))  # bytes
+    weight, x = (room << 10) // of_weight, (_ROOMS[room] << 10) // of_x
+    left = (room + _ROOMS[room] << 10) - parts_bytes(params)
+    weight = min(weight, (left - min(x, _X_STAGES) * of_x) // of_weight)
+    return weight, min(x, (left - weight * of_weight) // of_x)
 
 
 def _outputs(params: Params) -> int:
@@ -71,7 +87,8 @@ def _shared(params: Params) -> SharedLayout:
     rows, tokens = params["tile"][0], params["tokens"]
     return [
         ("weight", of_weight * rows * BLOCK_K * 2), ("x", of_x * tokens * BLOCK_K * 2),
-        ("mbarriers", 16 * (of_weight + of_x)), ("factors", 8 * tokens),
+        ("parts", parts_bytes(params)), ("mbarriers", 16 * (of_weight + of_x + 1)),
+        ("factors", 8 * tokens),
     ]  # fmt: skip
 
 
@@ -82,7 +99,7 @@ def _derive(params: Params) -> dict[str, Any]:
         **epilogue.values(params.get("activation", "none")),
         **{"append": append, "rope": params.get("rope", False), "gate": params.get("gate", False)},
         "leaves": params.get("leaves", "none"), "head": params.get("head", False),
-        "rows": params["tile"][0],
+        "rows": params["tile"][0], **VARIANT,
         "cluster": params["tile"][1], "weight_stages": of_weight, "x_stages": of_x,
     }  # fmt: skip
 
@@ -130,17 +147,6 @@ def _no_room(rows: int, tokens: int) -> str | None:
     return "has more sums than there is room for" if rows * tokens > _WIDE * TOKENS[-1] else None
 
 
-def _flops(problem: Problem) -> float:
-    return 2.0 * problem["m"] * problem["n"] * problem["k"] * (2 if problem.get("gate") else 1)
-
-
-def _bytes(problem: Problem) -> float:
-    """Of the weight, x and what comes out."""
-    wide = problem["n"] * (2 if problem.get("gate") else 1)
-    elements = wide * problem["k"] + problem["m"] * (problem["k"] + problem["n"])
-    return float(ITEMSIZE[problem["dtype"]] * elements)
-
-
 _COMMON: Mapping[str, Any] = {
     "name": "stream",
     "source": "step/stream.cu",
@@ -149,10 +155,14 @@ _COMMON: Mapping[str, Any] = {
     "derive": _derive,
     "features": lambda params: frozenset({"wgmma"}),
     "shared_layout": _shared,
-    "block": lambda params: (32 * _WARPS, 1, 1),
+    "block": lambda params: (
+        32 * (_WARPS + (params["norm"] != "none" and VARIANT["x_factors"])),
+        1,
+        1,
+    ),
     "grid": lambda params, problem: (params["tile"][1] * tiles(params, problem), 1, 1),
     "shape_class": lambda p: {"m": size_class(p["m"], TOKENS[-1]), "n": p["n"], "k": p["k"]},
-    "work": Work(flops=_flops, bytes=_bytes, interpreter_flops=2e8),
+    "work": Work(flops=flops, bytes=moved, interpreter_flops=2e8),
 }
 _PLAIN: Mapping[str, Any] = {"dtype": "bf16", "tokens": 16, "norm": "none", "tile": (64, 4, HALF)}
 _LINEAR_PLAIN = {**_PLAIN, "activation": "none", "gate": False, "leaves": "none"}

@@ -63,8 +63,9 @@ struct RowTile {
 // The way of queries to a tile: loads first, which travel while other things are done, then stores.
 template <typename Tile, int THREADS>
 struct QueryCopy {
-  static constexpr int CHUNKS = Tile::PANELS * Tile::CHUNKS, COUNT = Tile::ROWS * CHUNKS / THREADS;
-  static_assert(COUNT * THREADS == Tile::ROWS * CHUNKS, "every thread has as many chunks");
+  static constexpr int CHUNKS = Tile::PANELS * Tile::CHUNKS, ALL = Tile::ROWS * CHUNKS;
+  static constexpr int COUNT = ceil_div(ALL, THREADS);
+  static_assert(ALL % THREADS == 0 || COUNT == 1, "every thread has as many chunks, or some none");
   uint4 chunks[COUNT];
 
   __device__ __forceinline__ QueryCopy() {}  // to be assigned
@@ -88,6 +89,7 @@ struct QueryCopy {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
       const int at = threadIdx.x + i * THREADS, row = at / CHUNKS, chunk = at % CHUNKS;
+      if (ALL % THREADS != 0 && at >= ALL) return;
       const uint4& x = chunks[i];
       const u32 words[4] = {x.x ^ flip, x.y ^ flip, x.z ^ flip, x.w ^ flip};
 #pragma unroll
