@@ -230,7 +230,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     keys.fetch_first<0, STAGES - 1>(ring, page, page_log2, num_pages, [&](int key) {
       if (key + KEYS > length - seqlen_q) after_previous_kernel(false);
     });
-    if (${x_l2}) keys.prefetch(STAGES - 1, length - seqlen_q, page_log2, num_pages);
     after_previous_kernel(false);
     queries = QueryCopy<QTile, THREADS>(tile, q, q_strides, head_dim);
     //% else

@@ -22,7 +22,9 @@
 
    A block has ROWS of the weight (with GATE half of them gate, half up), all rows of x, and a part
    of k: the operands are swapped, so that wgmma's 64 rows are the weight's. Where CLUSTER blocks
-   share k, they read one another's sums, and each has some rows of out. The same bits each time. */
+   share k, each has some rows of out, to which the others send it their sums. The same bits each
+   time. Nothing waits for a way to memory that could have begun earlier: the tensor maps, bias, norm
+   weight and rows' factors are not asked for where they are needed. */
 //% if has_mod
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
 #define EPILOGUE_DERIVATIVE (${epilogue_mod_grad})
@@ -57,7 +59,7 @@ constexpr int ROWS = ${rows};        // of the weight in a tile; with APPEND a h
 constexpr int CLUSTER = ${cluster};  // blocks that share the k of a tile
 constexpr int W_STAGES = ${weight_stages}, X_STAGES = ${x_stages};
 constexpr int GUARD = ${guard};  // bytes between arrays: 0 except where memory is checked
-constexpr int CONSUMERS = 4, WARPS = CONSUMERS + (NORM && ${x_factors} ? 3 : 2);  // that multiply; all
+constexpr int CONSUMERS = 4, WARPS = CONSUMERS + (NORM ? 3 : 2);  // warps that multiply; all
 constexpr int THREADS = 32 * WARPS;
 constexpr int HALVES = GATE ? 2 : 1, OUTPUTS = ROWS / HALVES;
 constexpr bool PAIRS = GATE || APPEND;  // two rows of the weight make one of out, or a pair
@@ -201,7 +203,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
 
   // 2. The weight at once; x behind the previous kernel; products, and what comes to the first row.
   if (warp == CONSUMERS) {
-    rings.fetch_weight<HALVES, ${x_far}>(weight_map, begin, count, first, n);
+    rings.fetch_weight<HALVES>(weight_map, begin, count, first, n);
   } else {
     if (warp < CONSUMERS) load_constants();
     after_previous_kernel(false);

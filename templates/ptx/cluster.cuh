@@ -96,15 +96,3 @@ __device__ __forceinline__ void cluster_store_floats(u32 shared, int rank, const
       "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
       : "memory");
 }
-
-// The four floats of block `rank` that lie where `shared` lies in this block, on 16 bytes.
-// PTX ISA: ld.shared::cluster, .v4
-__device__ __forceinline__ float4 cluster_load_floats(const float* shared, int rank) {
-  const u32 there = cluster_address(static_cast<u32>(__cvta_generic_to_shared(shared)), rank);
-  float4 x;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(there)
-               : "memory");
-  return x;
-}

@@ -52,23 +52,11 @@ struct StreamRings {
 
   // By one warp: steps `first` to `first + count` of a weight's rows from `row` on; with two HALVES
   // half of a tile's rows are those, and half lie `apart` behind them.
-  // FAR steps behind those that the ring has room for come to L2 meanwhile.
-  template <int HALVES, int FAR>
+  template <int HALVES>
   __device__ __forceinline__ void fetch_weight(const TensorMap& map, int first, int count, int row,
                                                int apart) const {
     constexpr int PART = ROWS / HALVES;
     RingPlace<W_STAGES> place;
-    if (FAR > 0) {
-      fetch_weight<HALVES, 0>(map, first, min(count, W_STAGES), row, apart);
-      const int end = min(count, W_STAGES + FAR);
-      for (int step = W_STAGES; step < end; ++step)
-        if (elect_one())
-#pragma unroll
-          for (int half = 0; half < HALVES; ++half)
-            tma_prefetch_l2(map, (first + step) * BLOCK_K, row + half * apart, 0, 0);
-      for (int step = 0; step < min(count, W_STAGES); ++step) place.advance();
-      first += min(count, W_STAGES), count -= min(count, W_STAGES);
-    }
     for (int step = first; step < first + count; ++step, place.advance()) {
       mbarrier_wait(weight_empty(place.stage), place.parity ^ 1);
       if (!elect_one()) continue;

@@ -21,6 +21,7 @@ from fkjit.models import (  # noqa: E402
     random_weights,
 )
 from fkjit.models.network import Network  # noqa: E402
+from fkjit.models.readback import Readback  # noqa: E402
 from fkjit.models.slots import Slots  # noqa: E402
 from tests.core.sampling import one_in  # noqa: E402
 from tests.models.reference_model import CONFIGS, logits_of, state_of  # noqa: E402
@@ -172,6 +173,13 @@ def test_the_last_sequences_take_the_places_of_those_that_leave():
     assert slots.state.rows.tolist() == [3, 1, -1, -1, -1, -1]
     assert slots.state.active.tolist() == [1, 1, 0, 0, 0, 0]
     assert slots.remove({0, 1}, 2) == [] and not slots.state.active.any()
+
+
+def test_tokens_of_as_many_launches_as_are_under_way_are_kept():
+    """Two of the turn that runs, two of the one that is read."""
+    readback = Readback(3, torch.device("cpu"))
+    sent = [readback.send(torch.tensor([n, n + 1])) for n in range(4)]
+    assert [one.read() for one in sent] == [[0, 1], [1, 2], [2, 3], [3, 4]]
 
 
 def test_a_cache_that_is_full_lets_requests_wait():

@@ -25,7 +25,7 @@ _HEADS = (64, 128)  # columns of a head, which is a tile
 _SMS = 132  # of an H200
 _WIDE_TILE = 128 * _SMS  # outputs from which tiles of 128 rows fill the GPU
 _FULL = 120  # blocks that fill it
-_FEW, _LONG = 16, 8192  # rows of x; k
+_FEW, _DEEP = 16, 4  # rows of x; k by n, of the product down
 _VECTOR = 8  # elements of 16 bytes
 
 
@@ -136,8 +136,9 @@ def taken(x: Any) -> tuple[Any, tuple[Any, Any, Any], float]:
 def tile_for(n: int, k: int, rows: int | None = None, m: int = ROWS) -> Tile:
     """Of a product of m rows of x with so many rows of the weight, as was fastest in steps of
     Llama-3.2-1B and GPT-2. rows: those that a tile has to have."""
-    if m <= _FEW and rows is None and k >= _LONG and _FULL <= 8 * -(-n // 128) <= _SMS:
-        return 128, 8, HALF
+    deep = m <= _FEW and rows is None and k >= _DEEP * n
+    if deep and _FULL <= 8 * -(-n // 128) <= _SMS:
+        return 128, 4, WHOLE
     rows = rows or (128 if n >= _WIDE_TILE // 2 else 64)
     if m <= _FEW and rows == 128 and _FULL <= -(-n // rows) <= _SMS:
         return rows, 1, WHOLE
@@ -145,7 +146,7 @@ def tile_for(n: int, k: int, rows: int | None = None, m: int = ROWS) -> Tile:
     share = 1
     while share < 8 and 2 * share * tiles <= _SMS and 2 * share <= steps:
         share *= 2
-    return rows, share, HALF
+    return rows, share, WHOLE if deep else HALF
 
 
 # ------------------------------------------------------------------ checks

@@ -27,7 +27,7 @@ from fkjit.spec import (
 
 TOKENS = (16, 32, 48, 64, 80)  # there is room for; with LayerNorm 16 of them are its own
 BLOCK_K = 64  # of a stage
-_WARPS = 6  # four that multiply, two that fetch
+_WARPS = 6  # four that multiply, two that fetch; one more for a norm's factors
 _NARROW, _WIDE = 64, 128  # rows of the weight in a tile
 CLUSTERS = (1, 2, 4, 8)
 # KB of shared memory for the weight, and for x beside it: two blocks of an SM, or one.
@@ -47,9 +47,6 @@ _FREE = (
     Param("tile", TILES, "rows of the weight, blocks that share its k, KB for it", tunable=True),
 )
 _DTYPE = Param("dtype", ("bf16", "fp16"), "element type of all arrays")
-
-
-VARIANT = {"x_factors": True, "x_far": 0}
 
 
 def parts_bytes(params: Params) -> int:
@@ -99,7 +96,7 @@ def _derive(params: Params) -> dict[str, Any]:
         **epilogue.values(params.get("activation", "none")),
         **{"append": append, "rope": params.get("rope", False), "gate": params.get("gate", False)},
         "leaves": params.get("leaves", "none"), "head": params.get("head", False),
-        "rows": params["tile"][0], **VARIANT,
+        "rows": params["tile"][0],
         "cluster": params["tile"][1], "weight_stages": of_weight, "x_stages": of_x,
     }  # fmt: skip
 
@@ -155,11 +152,7 @@ _COMMON: Mapping[str, Any] = {
     "derive": _derive,
     "features": lambda params: frozenset({"wgmma"}),
     "shared_layout": _shared,
-    "block": lambda params: (
-        32 * (_WARPS + (params["norm"] != "none" and VARIANT["x_factors"])),
-        1,
-        1,
-    ),
+    "block": lambda params: (32 * (_WARPS + (params["norm"] != "none")), 1, 1),
     "grid": lambda params, problem: (params["tile"][1] * tiles(params, problem), 1, 1),
     "shape_class": lambda p: {"m": size_class(p["m"], TOKENS[-1]), "n": p["n"], "k": p["k"]},
     "work": Work(flops=flops, bytes=moved, interpreter_flops=2e8),

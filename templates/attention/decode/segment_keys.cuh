@@ -2,7 +2,6 @@
 // the group's ring of STAGES steps.
 #pragma once
 #include "ptx/cp_async.cuh"
-#include "ptx/memory.cuh"
 #include "attention/decode/copy.cuh"
 #include "attention/decode/schedule.cuh"
 
@@ -61,22 +60,6 @@ struct SegmentKeys {
   __device__ __forceinline__ void fetch_first(u32 ring, const int (&page)[STAGES], int page_log2,
                                               u32 num_pages) const {
     fetch_first<FIRST, LAST>(ring, page, page_log2, num_pages, [](int) {});
-  }
-  // Keys and values from `step` on come to L2, those before `limit`.
-  __device__ __forceinline__ void prefetch(int step, int limit, int page_log2,
-                                           u32 num_pages) const {
-    constexpr int LINE = 128 / sizeof(T), LANES = min_of(GROUP_THREADS, WARP_SIZE);
-    const int lane = threadIdx.x % LANES, mask = (1 << page_log2) - 1;
-    for (int at = step + lane / KEYS; at < steps; at += LANES / KEYS) {
-      const int token = key(at) + lane % KEYS;
-      if (token < seen || token >= min(end, limit)) continue;
-      const int page = pages.page(token);
-      if (static_cast<u32>(page) >= num_pages) continue;
-      for (int column = 0; column < k.columns; column += LINE) {
-        prefetch_l2(k.token(page, token & mask) + column);
-        prefetch_l2(v.token(page, token & mask) + column);
-      }
-    }
   }
   __device__ __forceinline__ void look_up(int (&of)[STAGES]) const {
 #pragma unroll

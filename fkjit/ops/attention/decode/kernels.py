@@ -53,9 +53,6 @@ def _tiles(params: Params) -> tuple[Tile, ...]:
     return _TILES.get((grid.stored_bytes(params), params["head_dim"], params["rows"]), ())
 
 
-VARIANT = {"x_l2": False}
-
-
 def _derive(params: Params) -> dict[str, Any]:
     """Further values of the template."""
     warps, keys, stages, min_blocks = params["tile"]
@@ -66,7 +63,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "kept": {"same": params["dtype"], "fp8": "e4m3", "int8": "i8"}[params["storage"]],
         **{"num_warps": warps, "keys": keys, "stages": stages, "min_blocks": min_blocks},
         "q_in_registers": params["head_dim"] <= widest,
-        "early": params.get("early", False), **VARIANT,
+        "early": params.get("early", False),
         "early_lengths": ", -1, nullptr, seqlen_q" if params.get("early") else "",
         **({"form": False, **NOT_PACKED} if features is None else features.values()),
     }
