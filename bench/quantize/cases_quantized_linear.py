@@ -26,6 +26,7 @@ _WHOLE = {
     for spec in (
         kernels_few.GEMV,
         kernels_few.GEMV_SM90,
+        kernels_few.GEMV_DIGITS,
         kernels_few.SKINNY,
         kernels_blocks.WGMMA_BLOCKS,
         kernels_bytes.WGMMA,

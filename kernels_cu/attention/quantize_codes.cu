@@ -32,102 +32,72 @@ constexpr int THREADS = ${threads};
 
 using Tile = RowTile<HEAD_DIM, ROWS, THREADS, PACKED>;
 using ValueTile = RowTile<HEAD_DIM, VALUE_ROWS, THREADS, PACKED>;
-constexpr int LANES = Tile::LANES, PASSES = Tile::PASSES, SCALE_KEYS = 1 << SCALE_KEYS_LOG2;
+constexpr int LANES = ValueTile::LANES, SCALE_KEYS = 1 << SCALE_KEYS_LOG2;
 static_assert(ROWS % SCALE_KEYS == 0 && VALUE_ROWS == SCALE_KEYS, "whole places of scales");
 static_assert(!GIVEN || !SHARED, "one or the other");
 // Blocks of a head of V: a tile of packed keys may end so far behind the last one.
 constexpr int MORE_BLOCKS = PACKED ? ceil_div(MAX_TILE, VALUE_ROWS) : 0;
 
-// Codes of a block's rows, `load(pass)`, that share a scale, which is returned. Many wide rows are read
-// twice: there are no registers for them.
-template <typename Load>
-__device__ __forceinline__ float store_together(const Tile& tile, const Load& load,
-                                                const float* given, u8* codes, u32* warps,
-                                                int total, int head_dim) {
-  constexpr bool KEPT = ROWS == 64 || PASSES <= 4;
-  Eight x[PASSES];
-  u32 most = 0;
-#pragma unroll(KEPT ? PASSES : 2)
-  for (int pass = 0; pass < PASSES; ++pass) {
-    if (KEPT) most = max(most, magnitude(x[pass] = load(pass)));
-    if (!KEPT) most = max(most, magnitude(load(pass)));
-  }
-  const float scale = GIVEN ? *given : scale_of<float, Codes>(block_most<THREADS>(most, warps));
-  const Divisor scaled(scale);
-#pragma unroll(KEPT ? PASSES : 2)
-  for (int pass = 0; pass < PASSES; ++pass) {
-    const Eight row = KEPT ? x[pass] : load(pass);
-    if (tile.row(pass) < tile.length)
-      store_codes<Codes, true>(codes + tile.place(tile.row(pass), total) * head_dim, tile.column,
-                               head_dim, Codes::encode(row, scaled));
-  }
-  return scale;
-}
+// Of sixteen rows of a warp at a time.
+using Rows = BlockRows<elem_t, HEAD_DIM, ROTATE>;
+static_assert(ROWS == THREADS / 2, "sixteen rows a warp");
 
-// A row of Q as it becomes codes; what its scores lack is stored.
-__device__ __forceinline__ Eight load_query(const Tile& tile, const elem_t* q,
-                                            const Strides& strides, const float* k_mean,
-                                            float* shift, int row, int total, int head_dim) {
-  Eight x = tile.load(q, strides, row, head_dim);
-  if (SMOOTH) {
-    Eight mean = load_eight<true>(k_mean, tile.column, head_dim);
-    float sum = 0.f;
+// Codes of a block's rows of Q or of K, which share a scale (`together`) or not. `mean`: of K, or null.
+// A scale of keys is stored for ROWS, another one for each row.
+template <bool OF_KEYS>
+__device__ __forceinline__ void quantize_rows(const Tile& tile, const elem_t* x,
+                                              const Strides& strides, const float* mean,
+                                              const float* given, u8* codes, float* scales,
+                                              float* shift, u32* warps, int total, int head_dim) {
+  constexpr bool TOGETHER = OF_KEYS || SHARED;
+  __shared__ __align__(16) float means[HEAD_DIM];
+  const u32 own_means = SMOOTH ? means_of_rows<HEAD_DIM, ROTATE>(means, mean, head_dim) : 0;
+  const int lane = threadIdx.x % WARP_SIZE;
+
+  // 1. The rows as they become codes.
+  Rows rows;
+  rows.load(tile, x, strides, head_dim);
+  const int row = rows.row;
+  if (SMOOTH && !OF_KEYS) {
+    const float2 sums = rows.products(own_means);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum = fmaf(x[i], mean[i], sum);
-    sum = lanes_sum<LANES>(sum);
-    if (tile.column == 0 && row < tile.length) shift[tile.place(row, total)] = sum;
-  }
-  if (ROTATE) rotate_row<LANES>(x);
-  return x;
-}
-
-//% if shared > 1
-__device__ __forceinline__ void quantize_queries(const Tile& tile, const elem_t* q,
-                                                 const Strides& strides, const float* k_mean,
-                                                 const float* given, u8* codes, float* scales,
-                                                 float* shift, u32* warps, int total,
-                                                 int head_dim) {
-  const auto load = [&](int pass) {
-    return load_query(tile, q, strides, k_mean, shift, tile.row(pass), total, head_dim);
-  };
-  const float scale = store_together(tile, load, given, codes, warps, total, head_dim);
-  for (int i = threadIdx.x; i < min(ROWS, tile.length - tile.first); i += THREADS)
-    scales[tile.place(tile.first + i, total)] = scale;
-}
-//% else
-__device__ __forceinline__ void quantize_queries(const Tile& tile, const elem_t* q,
-                                                 const Strides& strides, const float* k_mean,
-                                                 const float* given, u8* codes, float* scales,
-                                                 float* shift, u32* warps, int total,
-                                                 int head_dim) {
-#pragma unroll 2
-  for (int pass = 0; pass < PASSES; ++pass) {
-    const int row = tile.row(pass);
-    const i64 place = tile.place(row, total);
-    Eight x = load_query(tile, q, strides, k_mean, shift, row, total, head_dim);
-    const float scale = GIVEN ? *given : scale_of<float, Codes>(lanes_most<LANES>(magnitude(x)));
-    const auto word = Codes::encode(x, Divisor(scale));
-    if (row < tile.length) {
-      if (tile.column == 0) scales[place] = scale;
-      store_codes<Codes, true>(codes + place * head_dim, tile.column, head_dim, word);
+    for (int half = 0; half < 2; ++half) {
+      const float sum = lanes_sum<4>(half == 0 ? sums.x : sums.y);
+      if (lane % 4 == 0 && row + half * 8 < tile.length)
+        shift[tile.place(row + half * 8, total)] = sum;
     }
   }
-}
-//% endif
+  rows.template finish<SMOOTH && OF_KEYS>(own_means, tile.length);
 
-__device__ __forceinline__ void quantize_keys(const Tile& tile, const elem_t* k,
-                                              const Strides& strides, const float* k_means,
-                                              const float* given, u8* codes, float* scales,
-                                              u32* warps, int total, int head_dim) {
-  Eight mean = {};
-  if (SMOOTH) mean = load_eight<true>(k_means + tile.head * head_dim, tile.column, head_dim);
-  const auto load = [&](int pass) {
-    return tile.load_key<SMOOTH, ROTATE>(k, strides, tile.row(pass), head_dim, mean);
-  };
-  const float scale = store_together(tile, load, given, codes, warps, total, head_dim);
+  // 2. Their scales.
+  const u32 most[2] = {rows.most(0), rows.most(1)};
+  float own_scales[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    if (!TOGETHER) own_scales[half] = scale_of<float, Codes>(lanes_most<4>(most[half]));
+  if (TOGETHER) {
+    const u32 all = GIVEN ? 0 : block_most<THREADS>(max(most[0], most[1]), warps);
+    own_scales[0] = own_scales[1] = scale_of<float, Codes>(all);
+  }
+  if (GIVEN) own_scales[0] = own_scales[1] = *given;
+
+  // 3. Codes.
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int own_row = row + half * 8;
+    const i64 place = tile.place(own_row, total);
+    const Divisor scaled(own_scales[half]);
+#pragma unroll
+    for (int j = 0; j < Rows::CHUNKS; ++j) {
+      const auto word = Codes::encode(rows.row_of(half, j), scaled);
+      if (own_row < tile.length)
+        store_codes<Codes, true>(codes + place * head_dim, j * 32 + lane % 4 * 8, head_dim, word);
+    }
+    if (!OF_KEYS && lane % 4 == 0 && own_row < tile.length) scales[place] = own_scales[half];
+  }
   const int i = threadIdx.x;  // of no keys there is a scale, too
-  if (i < ROWS / SCALE_KEYS && (i == 0 || tile.first + i * SCALE_KEYS < tile.length))
-    scales[i] = scale;
+  if (OF_KEYS && i < ROWS / SCALE_KEYS && (i == 0 || tile.first + i * SCALE_KEYS < tile.length))
+    scales[i] = own_scales[0];
 }
 
 //% if v_codes
@@ -186,37 +156,40 @@ __device__ __forceinline__ void quantize_values(const ValueTile& tile, const ele
 }
 //% endif
 
-extern "C" __global__ void
-__launch_bounds__(THREADS, HEAD_DIM > 128 ? 1 : 2) attention_quantize_codes(
-    //% if packed
-    // Packed: q is [total_q, heads_q, head_dim], k and v alike; in what is written one batch has
-    // total_q and total_k rows a head, and `batch` is how many sequences there are elsewhere.
-    const int* __restrict__ cu_seqlens_q,  // [batch + 1]
-    const int* __restrict__ cu_seqlens_k,  // [batch + 1]
-    //% endif
-    const elem_t* __restrict__ q,           // [batch, heads_q, seqlen_q, head_dim]
-    const elem_t* __restrict__ k,           // [batch, heads_kv, seqlen_k, head_dim]
-    const elem_t* __restrict__ v,           // [batch, heads_kv, seqlen_k, head_dim_v]
-    const float* __restrict__ k_means,      // [batch, heads_kv, head_dim], or null
-    const float* __restrict__ v_scales,     // [batch, heads_kv, head_dim_v], or null
-    const float* __restrict__ span_scales,  // [q_spans + k_spans], or null
-    u8* __restrict__ q_codes,               // [batch, heads_q, seqlen_q, head_dim]
-    u8* __restrict__ k_codes,               // [batch, heads_kv, seqlen_k, head_dim]
-    u8* __restrict__ v_codes,               // [batch, heads_kv, head_dim_v, v_keys], or null
-    float* __restrict__ q_scales,           // [batch, heads_q, seqlen_q]
-    float* __restrict__ k_scales,           // [batch, heads_kv, v_keys / SCALE_KEYS]
-    float* __restrict__ shift,              // [batch, heads_q, seqlen_q], or null
-    const Strides q_strides, const Strides k_strides, const Strides v_strides,
-    //% if packed
-    const int total_q, const int total_k,
-    //% endif
-    const int heads_q,
-    const int group_size,                    // query heads a KV head
-    const int q_blocks, const int k_blocks,  // of all heads; those of V follow
-    const int q_spans, const int k_spans,    // heads of all, or 1
-    const int seqlen_q, const int seqlen_k,  // of packed sequences the longest
-    const int v_keys,                        // places of a head's keys, whole SCALE_KEYS
-    const int head_dim, const int head_dim_v) {
+extern "C" __global__ void __launch_bounds__(THREADS, (HEAD_DIM > 128  ? 1
+                                                       : HEAD_DIM > 64 ? 2
+                                                                       : 3) *
+                                                          (256 / THREADS))
+    attention_quantize_codes(
+        //% if packed
+        // Packed: q is [total_q, heads_q, head_dim], k and v alike; in what is written one batch has
+        // total_q and total_k rows a head, and `batch` is how many sequences there are elsewhere.
+        const int* __restrict__ cu_seqlens_q,  // [batch + 1]
+        const int* __restrict__ cu_seqlens_k,  // [batch + 1]
+        //% endif
+        const elem_t* __restrict__ q,           // [batch, heads_q, seqlen_q, head_dim]
+        const elem_t* __restrict__ k,           // [batch, heads_kv, seqlen_k, head_dim]
+        const elem_t* __restrict__ v,           // [batch, heads_kv, seqlen_k, head_dim_v]
+        const float* __restrict__ k_means,      // [batch, heads_kv, head_dim], or null
+        const float* __restrict__ v_scales,     // [batch, heads_kv, head_dim_v], or null
+        const float* __restrict__ span_scales,  // [q_spans + k_spans], or null
+        u8* __restrict__ q_codes,               // [batch, heads_q, seqlen_q, head_dim]
+        u8* __restrict__ k_codes,               // [batch, heads_kv, seqlen_k, head_dim]
+        u8* __restrict__ v_codes,               // [batch, heads_kv, head_dim_v, v_keys], or null
+        float* __restrict__ q_scales,           // [batch, heads_q, seqlen_q]
+        float* __restrict__ k_scales,           // [batch, heads_kv, v_keys / SCALE_KEYS]
+        float* __restrict__ shift,              // [batch, heads_q, seqlen_q], or null
+        const Strides q_strides, const Strides k_strides, const Strides v_strides,
+        //% if packed
+        const int total_q, const int total_k,
+        //% endif
+        const int heads_q,
+        const int group_size,                    // query heads a KV head
+        const int q_blocks, const int k_blocks,  // of all heads; those of V follow
+        const int q_spans, const int k_spans,    // heads of all, or 1
+        const int seqlen_q, const int seqlen_k,  // of packed sequences the longest
+        const int v_keys,                        // places of a head's keys, whole SCALE_KEYS
+        const int head_dim, const int head_dim_v) {
   after_previous_kernel();
   __shared__ u32 warps[THREADS / WARP_SIZE];
   //% if not packed
@@ -230,8 +203,8 @@ __launch_bounds__(THREADS, HEAD_DIM > 128 ? 1 : 2) attention_quantize_codes(
     const float* const given = span_scales + min(tile.head, q_spans - 1);
     if (PACKED && tile.first >= tile.length) return;
     const int kv_head = tile.sequence * heads_kv + tile.of_sequence / group_size;
-    quantize_queries(tile, q, q_strides, k_means + kv_head * head_dim, given, q_codes, q_scales,
-                     shift, warps, total_q, head_dim);
+    quantize_rows<false>(tile, q, q_strides, k_means + kv_head * head_dim, given, q_codes, q_scales,
+                         shift, warps, total_q, head_dim);
   } else if (!V_CODES || block < q_blocks + k_blocks) {
     const Tile tile(block - q_blocks, blocks_k, heads_kv, cu_seqlens_k, seqlen_k);
     const float* const given = span_scales + q_spans + min(tile.head, k_spans - 1);
@@ -239,8 +212,8 @@ __launch_bounds__(THREADS, HEAD_DIM > 128 ? 1 : 2) attention_quantize_codes(
     const int key_block = (tile.code_head() * v_keys +
                            first_place<PACKED>(cu_seqlens_k, tile.sequence) + tile.first) /
                           SCALE_KEYS;
-    quantize_keys(tile, k, k_strides, k_means, given, k_codes, k_scales + key_block, warps, total_k,
-                  head_dim);
+    quantize_rows<true>(tile, k, k_strides, k_means + tile.head * head_dim, given, k_codes,
+                        k_scales + key_block, nullptr, warps, total_k, head_dim);
   }
   //% if v_codes
   else {

@@ -15,6 +15,7 @@ constexpr int HEAD_DIM = ${head_dim};  // of q and k, at most
 constexpr int ROWS = ${rows};          // of a block
 constexpr int THREADS = ${threads};
 using Tile = RowTile<HEAD_DIM, ROWS, THREADS, PACKED>;
+static_assert(ROWS == THREADS / 2, "sixteen rows a warp");
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_quantize_spans(
     //% if packed
@@ -43,17 +44,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_quantize_spans(
   const int longest = of_q ? seqlen_q : seqlen_k;
   const Tile tile(of_q ? block : block - q_blocks, ceil_div(longest, ROWS),
                   of_q ? heads_q : heads_kv, of_q ? cu_seqlens_q : cu_seqlens_k, longest);
-  Eight mean = {};
-  if (SMOOTH && !of_q)
-    mean = load_eight<true>(k_means + tile.head * head_dim, tile.column, head_dim);
-  u32 most = 0;
-#pragma unroll 2
-  for (int pass = 0; pass < Tile::PASSES; ++pass) {
-    // Q has no mean to lose: `mean` is 0 there.
-    Eight x = tile.load_key<SMOOTH, ROTATE>(of_q ? q : k, of_q ? q_strides : k_strides,
-                                            tile.row(pass), head_dim, mean);
-    most = max(most, magnitude(x));
+  __shared__ __align__(16) float means[HEAD_DIM];
+  BlockRows<elem_t, HEAD_DIM, ROTATE> rows;
+  rows.load(tile, of_q ? q : k, of_q ? q_strides : k_strides, head_dim);
+  if (SMOOTH && !of_q) {
+    const float* const mean = k_means + tile.head * head_dim;
+    const u32 own_means = means_of_rows<HEAD_DIM, ROTATE>(means, mean, head_dim);
+    rows.template finish<true>(own_means, tile.length);
+  } else {
+    rows.template finish<false>(0, tile.length);
   }
+  u32 most = max(rows.most(0), rows.most(1));
   most = block_most<THREADS>(most, warps);
   if (threadIdx.x == 0) workspace[block] = most;
 

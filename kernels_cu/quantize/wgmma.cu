@@ -17,9 +17,6 @@
 
    With GATE a tile has as many rows of gate as of up, so that a thread has both sums of an element.
 
-   With CODED the result is e4m3 with a scale for 128 columns: a tile has as many, and its weight is
-   multiplied in two halves, since sums of all of it have no registers beside those in fp32.
-
    With groups there is a weight for each expert, with scales of its own (gemm/groups.cuh).
 
    Source: the promotion of sums is that of the DeepSeek-V3 report (2024), section 3.3.2. */
@@ -43,9 +40,6 @@
 #include "gemm/groups.cuh"
 #include "gemm/store_fragments.cuh"
 #include "quantize/scaled_sums.cuh"
-//% if coded
-#include "quantize/coded_rows.cuh"
-//% endif
 
 using sum_t = ${sum};
 using elem_t = ${dtype};
@@ -55,7 +49,6 @@ constexpr bool EXACT = ${exact};  // int8, summed in int; else e4m3 in float
 constexpr bool GATE = ${gate}, RESIDUAL = ${residual};
 constexpr bool BLOCKS = ${blocks};     // scales of 128 of k
 constexpr int INTERVAL = ${interval};  // steps of k that are summed by tensor cores; 0: all
-constexpr bool CODED = ${coded};       // out is codes and scales
 constexpr int BLOCK_M = ${block_m}, BLOCK_N = ${block_n};
 constexpr bool PINGPONG = ${pingpong};  // consumers take turns
 constexpr int STAGES = ${stages};
@@ -78,8 +71,6 @@ static_assert(!PINGPONG || INTERVAL == 0, "no registers for sums in fp32 beside 
 static_assert(!BLOCKS || INTERVAL == 1, "a scale is of one step");
 constexpr int TIMES = TWICE ? 2 : 1;
 static_assert(!TWICE || BLOCKS, "sums of both blocks come to the same registers");
-constexpr int PARTS = CODED ? 2 : 1;  // of the weight's tile, that are multiplied one by one
-static_assert(!CODED || (BLOCKS && GATE && BLOCK_N == 256), "128 columns share a scale");
 static_assert(!EXACT || INTERVAL == 0, "sums of int8 are exact");
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
                   (1 + CONSUMERS) * registers_at_start(THREADS),
@@ -162,12 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
     const float* __restrict__ scales,    // [n], [1], or of BLOCKS [ceil(n / 128), ceil(k / 128)]
     const elem_t* __restrict__ bias,     // [n] or [2 n], or null
     const out_t* __restrict__ residual,  // [m, n], or null
-    //% if coded
-    u8* __restrict__ out,            // [m, n]
-    float* __restrict__ out_scales,  // [m, n / 128]
-    //% else
-    out_t* __restrict__ out,  // [m, n]
-    //% endif
+    out_t* __restrict__ out,             // [m, n]
     //% if groups != "NONE"
     const int* __restrict__ offsets,  // [experts + 1], see gemm/groups.cuh
     const int experts,
@@ -244,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
         }
         continue;
       }
-      sum_t acc[BLOCKS_OF_64][N / PARTS][4];
+      sum_t acc[BLOCKS_OF_64][N][4];
       float total[TIMES][1][N][4];
 #pragma unroll
       for (int i = 0; i < TIMES * N * 4; ++i) total[i / (N * 4)][0][i / 4 % N][i % 4] = 0.f;
@@ -265,15 +251,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
             ring.release(last, lane);
           }
           last = place.stage;
-        } else if constexpr (CODED) {
-#pragma unroll
-          for (int part = 0; part < PARTS; ++part) {
-            multiply_stage(acc, a, b + part * PART * BLOCK_K, false);
-            wgmma_wait<0>();
-            if (part == PARTS - 1) ring.release(place.stage, lane);
-            register_fence(acc[0]);
-            add_scaled_part(total[0], acc[0], by[0], part);
-          }
         } else if constexpr (TWICE) {
 #pragma unroll
           for (int i = 0; i < TIMES; ++i) {
@@ -306,10 +283,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
       }
 
       // 2. Scales, and the way out.
-      //% if coded
-      store_coded_rows(total[0], epilogue, Order::own(bias, tile.expert, 2 * n), out, out_scales,
-                       lane, row, tile.end, column);
-      //% else
 #pragma unroll
       for (int block = 0; block < BLOCKS_OF_64 * TIMES; ++block) {
         if (INTERVAL == 0) register_fence(acc[block]);
@@ -318,7 +291,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
             Order::own(bias, tile.expert, GATE ? 2 * n : n), out, out_stride, lane,
             row + block * (TWICE ? 128 : 64), tile.end, column);
       }
-      //% endif
     }
     turns.end(turn % CONSUMERS);
   }

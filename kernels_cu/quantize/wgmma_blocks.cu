@@ -14,7 +14,7 @@
    A consumer has 64 rows of a tile. With BLOCK_N of 256 it multiplies them with 128 outputs after the
    other, since there are registers for sums of 128 beside those of all in fp32. With GATE these are
    those of gate and of up, or with BLOCK_N of 128 half as many of each. With CODED out is e4m3 with a
-   scale for 128 columns.
+   scale for 128 columns. With groups there is a weight for each expert (gemm/groups.cuh).
 
    Source: the promotion of sums is that of the DeepSeek-V3 report (2024), section 3.3.2. */
 #include "prelude.cuh"
@@ -90,7 +90,11 @@ struct Ring {
   }
 };
 using Place = RingPlace<STAGES>;
-using Order = GroupedOrder<Groups::NONE, BLOCK_M>;
+using Order = GroupedOrder<Groups::${groups}, BLOCK_M>;
+// Steps that the second consumer waits for ahead: at an expert's short k one multiplies while the
+// other is at its epilogue.
+constexpr int SKEW = Order::GROUPED ? 2 : 0;
+static_assert(!Order::GROUPED || Order::OF_ROWS, "experts have rows of x");
 
 // What a consumer counts on from step to step. Descriptors' low halves, in units of 16 bytes.
 struct Cursor {
@@ -110,6 +114,12 @@ struct Cursor {
     full += 16 - (last ? STAGES * 16 : 0);
     if (last) stage = 0, parity ^= 1;
   }
+  // The stage `count` steps on is there.
+  __device__ __forceinline__ void wait_ahead(const Ring& ring, int count) const {
+    const int ahead = stage + count;
+    mbarrier_wait(ring.full(ahead >= STAGES ? ahead - STAGES : ahead),
+                  ahead >= STAGES ? parity ^ 1 : parity);
+  }
   // This warp needs the stage no more.
   __device__ __forceinline__ void release(int lane) const {
     if (lane == 0) mbarrier_arrive(full + 8);
@@ -118,13 +128,13 @@ struct Cursor {
 
 // Both operands' next 128 of k. By one thread.
 __device__ __forceinline__ void fetch(const Ring& ring, int stage, const TensorMap& x_map,
-                                      const TensorMap& weight_map, int row, int column, int n,
-                                      int k) {
+                                      const TensorMap& weight_map, int row, int column, int expert,
+                                      int n, int k) {
   const u32 full = ring.full(stage), b = ring.b(stage);
   mbarrier_expect(full, Ring::A_BYTES + Ring::B_BYTES);
   tma_load(ring.a(stage), x_map, full, k, row, 0, 0);
-  tma_load(b, weight_map, full, k, column, 0, 0);
-  if (GATE) tma_load(b + PART * BLOCK_K, weight_map, full, k, n + column, 0, 0);
+  tma_load(b, weight_map, full, k, column, expert, 0);
+  if (GATE) tma_load(b + PART * BLOCK_K, weight_map, full, k, n + column, expert, 0);
 }
 
 // A tile's scales in global memory, as a warp copies them: those of its rows and its outputs.
@@ -174,7 +184,7 @@ __device__ __forceinline__ void multiply_step(float (&acc)[N][4], u32 a, u32 b) 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma_blocks(
     const __grid_constant__ TensorMap x_map,       // [m, k] codes, boxes of BLOCK_M rows
-    const __grid_constant__ TensorMap weight_map,  // [n, k] (with GATE [2 n, k]) codes
+    const __grid_constant__ TensorMap weight_map,  // [n, k] (with GATE [2 n, k]) codes, of experts
     const float* __restrict__ x_scales,            // [m, ceil(k / 128)]
     const float* __restrict__ scales,              // [ceil(n / 128), ceil(k / 128)], with GATE 2 n
     const elem_t* __restrict__ bias,               // [n] or [2 n], or null
@@ -184,6 +194,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma_blocks(
     float* __restrict__ out_scales,  // [m, n / 128]
     //% else
     out_t* __restrict__ out,  // [m, n]
+    //% endif
+    //% if groups != "NONE"
+    const int* __restrict__ offsets,  // [experts + 1], see gemm/groups.cuh
+    const int experts,
     //% endif
     const int m, const int n, const int k, const i64 out_stride, const i64 residual_stride,
     const float scale,
@@ -196,7 +210,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma_blocks(
   __syncthreads();
   after_previous_kernel();
   Order order{m, ceil_div(n, OUT_COLUMNS), group_rows};
-  const int steps = ceil_div(k, BLOCK_K);
+  //% if groups != "NONE"
+  order.offsets = offsets, order.experts = experts;
+  //% endif
+  const int steps = ceil_div(k, BLOCK_K), outputs = GATE ? 2 * n : n;
+  const i64 expert_scales = static_cast<i64>(ceil_div(outputs, 128)) * steps;
   const int first = blockIdx.x, stride = gridDim.x;
 
   if (warpgroup == 0) {
@@ -207,15 +225,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma_blocks(
     if (warp == 0 && elect_one()) tma_prefetch(x_map), tma_prefetch(weight_map);
     for (int number = first; number < order.count(); number += stride) {
       const GroupedTile tile = order(number);
+      if (order.is_beyond(tile)) break;
       const int row = tile.row, column = tile.column * OUT_COLUMNS;
-      const TileScales of_tile(x_scales, scales, row, m, column, n, steps);
+      const TileScales of_tile(x_scales, Order::own(scales, tile.expert, expert_scales), row, m,
+                               column, n, steps);
 #pragma unroll 1
       for (int step = 0; step < steps; ++step, place.advance()) {
         const u32 full = ring.full(place.stage), empty = ring.empty(place.stage);
         if (warp == 0) {
           mbarrier_wait(empty, place.parity ^ 1);
           if (elect_one())
-            fetch(ring, place.stage, x_map, weight_map, row, column, n, step * BLOCK_K);
+            fetch(ring, place.stage, x_map, weight_map, row, column, tile.expert, n,
+                  step * BLOCK_K);
         } else if (warp == 1 + turn) {
           of_tile.copy(ring.scales(place.stage), full, empty, place.parity ^ 1, step);
         }
@@ -234,10 +255,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma_blocks(
     const u32 own_row = (warp_row + lane / 4) * 4;
     for (int number = first; number < order.count(); number += stride) {
       const GroupedTile tile = order(number);
+      if (order.is_beyond(tile)) break;
       const int row = tile.row + warp_row, column = tile.column * OUT_COLUMNS;
+      if (Order::OF_ROWS && tile.row + consumer * 64 >= tile.end) {  // no row of it is this one's
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step) {
+          mbarrier_wait(at.full, at.parity);
+          at.release(lane);
+          at.advance();
+        }
+        continue;
+      }
       float acc[N][4], total[TIMES][N][4];
 #pragma unroll
       for (int i = 0; i < TIMES * N * 4; ++i) total[i / (N * 4)][i / 4 % N][i % 4] = 0.f;
+
+      if (SKEW > 0 && consumer == 1) at.wait_ahead(ring, min(SKEW, steps - 1));
 
       // 1. Products, 128 of k after the other.
       bool ready = mbarrier_test(at.full, at.parity);
@@ -267,18 +300,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma_blocks(
       }
 
       // 2. The way out.
+      const elem_t* const own_bias = Order::own(bias, tile.expert, outputs);
       //% if coded
-      store_coded_rows(reinterpret_cast<float (&)[1][2 * N][4]>(total), epilogue, bias, out,
-                       out_scales, lane, row, m, column);
+      store_coded_rows(reinterpret_cast<float (&)[1][2 * N][4]>(total), epilogue, own_bias, out,
+                       out_scales, lane, row, tile.end, column);
       //% else
       if constexpr (GATE && WIDE) {
-        store_fragments(reinterpret_cast<float (&)[1][2 * N][4]>(total), epilogue, bias, out,
-                        out_stride, lane, row, m, column);
+        store_fragments(reinterpret_cast<float (&)[1][2 * N][4]>(total), epilogue, own_bias, out,
+                        out_stride, lane, row, tile.end, column);
       } else {
 #pragma unroll
         for (int time = 0; time < TIMES; ++time)
-          store_fragments(reinterpret_cast<float (&)[1][N][4]>(total[time]), epilogue, bias, out,
-                          out_stride, lane, row, m, column + time * 128);
+          store_fragments(reinterpret_cast<float (&)[1][N][4]>(total[time]), epilogue, own_bias,
+                          out, out_stride, lane, row, tile.end, column + time * 128);
       }
       //% endif
     }

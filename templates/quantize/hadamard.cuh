@@ -1,4 +1,5 @@
-// A row times a Hadamard matrix, in registers: LANES neighbours have 8 numbers each, of 8 * LANES.
+// A row times a Hadamard matrix, in registers: LANES neighbours have 8 numbers each, of 8 * LANES. (Of
+// many rows: quantize/sixteen_rows.cuh.)
 // Products of two such rows are what they were; an outlier is spread over all numbers.
 //
 //   y = H D x / sqrt(n)      H[i][j] = (-1)^(bits that i and j share)       D[i] = (-1)^(pairs of
@@ -14,7 +15,14 @@ __device__ __forceinline__ bool is_turned(int column) {
   return __popc(column & column >> 1) % 2 == 1;
 }
 
-// PTX ISA: shfl.sync.bfly.b32
+template <int COLUMNS>
+constexpr float HADAMARD_NORM = 0.08838834764831845f;
+template <>
+constexpr float HADAMARD_NORM<64> = 0.125f;
+template <>
+constexpr float HADAMARD_NORM<256> = 0.0625f;
+
+// H D x, not normalized.                                            PTX ISA: shfl.sync.bfly.b32
 template <int LANES>
 __device__ __forceinline__ void rotate_row(Eight& x) {
   static_assert(LANES == 8 || LANES == 16 || LANES == 32, "rows of 64, 128 or 256 numbers");
@@ -37,7 +45,4 @@ __device__ __forceinline__ void rotate_row(Eight& x) {
       const float other = __shfl_xor_sync(FULL_MASK, x[i], distance);
       x[i] = (lane & distance) == 0 ? x[i] + other : other - x[i];
     }
-  constexpr float norm = LANES == 8 ? 0.125f : LANES == 16 ? 0.08838834764831845f : 0.0625f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] *= norm;
 }

@@ -93,19 +93,6 @@ __device__ __forceinline__ void add_scaled(float (&total)[N][4], const float (&s
   }
 }
 
-// The same of a part of the blocks: gate, or up.
-template <bool GATE, int N, int COUNT, typename Sum>
-__device__ __forceinline__ void add_scaled_part(float (&total)[1][N][4],
-                                                const Sum (&sums)[COUNT][4],
-                                                const BlockScales<1, GATE>& by, int part) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const float scale = by.of_rows[j / 2] * by.of_outputs[GATE ? part : 0];
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) total[0][part * COUNT + i][j] += scale * sums[i][j];
-  }
-}
-
 template <int M, int N>
 __device__ __forceinline__ void add_sums(float (&total)[M][N][4], const float (&sums)[M][N][4]) {
 #pragma unroll

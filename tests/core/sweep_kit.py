@@ -61,6 +61,7 @@ DEAR = (
     "attention.flash_sm90", "attention_backward.flash_sm90", "attention_backward.flash_wide_sm90",
     "quantized_attention.flash_sm90", "linear.wgmma", "linear_flagged.wgmma",
     "quantized_linear.wgmma", "grouped_linear.wgmma", "grouped_linear.fp8_wgmma",
+    "grouped_linear.fp8_wgmma_blocks",
     "grouped_linear.ragged_wgmma", "streamed_append.stream", "decode_step.whole",
 )  # fmt: skip
 AMPERE, BLACKWELL = ("sm_80", "sm_86", "sm_89"), ("sm_100a", "sm_120a")

@@ -32,9 +32,10 @@ STREAM_MORE = _variant("stream", gather=True, rows=32)
 GATHER = _variant("wgmma", groups="ROWS", gather=True, block=(128, 128))
 GATHERED = "templates/gemm/sm90/gathered_rows.cuh"
 FP8 = _variant("fp8_wgmma", gate=True, block=(128, 128))
-CODED = _variant("fp8_wgmma", coded=True)
+CODED = _variant("fp8_wgmma_blocks", coded=True)
+BLOCKS = _variant("fp8_wgmma_blocks", coded=False, block=(128, 256))
 ROWS_OF_CODES = "templates/quantize/coded_rows.cuh"
-FP8_CU = "kernels_cu/quantize/wgmma.cu"
+FP8_CU, BLOCKS_CU = "kernels_cu/quantize/wgmma.cu", "kernels_cu/quantize/wgmma_blocks.cu"
 RAGGED_CU, OF_RAGGED = "kernels_cu/gemm/ragged.cu", "templates/gemm/sm90/ragged_"
 RAGGED = _variant("ragged_wgmma", codes=False, activation="silu", block=(160, 128))
 RAGGED_SHARED = _variant("ragged_wgmma", dtype="fp16", block=(304, 128))
@@ -111,10 +112,16 @@ BUGS = (
     Bug("codes of the other eight", ROWS_OF_CODES, "0x7632", "0x5410", by="numbers", **CODED),
     Bug("a scale in the place of another's", ROWS_OF_CODES, "+ column / WIDTH] = scale",
         "] = scale", by="race", **CODED),
-    Bug("gate and up by one scale", "templates/quantize/scaled_sums.cuh",
-        "by.of_outputs[GATE ? part : 0]", "by.of_outputs[0]", by="numbers", **CODED),
-    Bug("both halves of the weight's tile are its first", FP8_CU, "b + part * PART * BLOCK_K",
-        "b", by="numbers", **CODED),
+    Bug("gate and up by one scale", BLOCKS_CU, "(WIDE ? time : 0)", "0", by="numbers", **CODED),
+    Bug("both halves of the weight's tile are its first", BLOCKS_CU,
+        "WIDE ? time * (128 * BLOCK_K / 16) : 0", "0", by="numbers", **CODED),
+    Bug("blocks: codes of the first expert", BLOCKS_CU, "k, column, expert, 0);",
+        "k, column, 0, 0);", by="numbers", **BLOCKS),
+    Bug("blocks: scales of the first expert", BLOCKS_CU, "Order::own(scales, tile.expert,",
+        "Order::own(scales, 0,", by="numbers", **BLOCKS),
+    Bug("blocks: a stage that a consumer without rows keeps", BLOCKS_CU,
+        "          at.release(lane);\n          at.advance();\n        }",
+        "at.advance();\n        }", by="hang", problem={"multiprocessors": 1}, **BLOCKS),
     Bug("ragged: every tile begins with the expert", f"{OF_RAGGED}tiles.cuh",
         "(whole.row - begin) / MOST * each", "0", by="race", **RAGGED),
     Bug("ragged: rows of the next expert", f"{OF_RAGGED}tiles.cuh",

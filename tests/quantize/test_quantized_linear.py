@@ -245,6 +245,44 @@ def test_tma_brings_rows_of_whole_chunks_of_large_weights(k, hopper, more, kerne
     assert kernels_few.choose(problem, hopper)[0].name == kernel
 
 
+@pytest.mark.parametrize(
+    ("k", "more", "tile"),
+    [(4096, {}, (16, 2, 2)), (2048, {}, (8, 2, 3)), (4096, {"code": "int8"}, (16, 2, 2)),
+     (8192, {}, (16, 4, 2)), (14336, {"n": 4096}, (16, 4, 2)), (14336, {}, None),
+     (8192, {"code": "int8"}, None), (4224, {}, None), (4096, {"m": 3}, None),
+     (4096, {"aligned_scales": False}, None)],
+)  # fmt: skip
+def test_one_and_two_rows_are_digits(k, more, tile):
+    problem = {**CODED, "m": 2, "n": 8192, "k": k, "code": "int4", "span": "group", **more}
+    spec, params, _ = kernels_few.choose(problem, True)
+    assert (params["tile"] if spec.name == "gemv_digits" else None) == tile
+    assert kernels_few.choose(problem, True, "gemv")[0].name == "gemv"
+    assert kernels_few.choose(problem, False)[0].name == "gemv"
+
+
+@pytest.mark.parametrize("code", ["int4", "int8"])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_digits_hold_numbers_of_all_sizes(on, code, kind):
+    """Products in fp32 are as exact as sums of it; zeros, small rows, infinities and NaN."""
+    on("compute_90a")
+    x = normal(2, 1024).to(kind)
+    x[0] *= torch.logspace(-3, 1, 1024).to(kind)
+    weight = fkjit.quantize(normal(24, 1024).to(kind), f"{code}_group")
+    numbers = fkjit.dequantize(weight, "fp32").double()
+    found = fkjit.linear(x, weight, out_dtype="fp32")
+    exact, most = x.double() @ numbers.T, x.double().abs() @ numbers.abs().T
+    assert ((found - exact).abs() <= 1e-6 * most).all()
+    x[1] = 0
+    assert (fkjit.linear(x, weight, out_dtype="fp32")[1] == 0).all()
+    x[1] = 2.0**-14
+    found = fkjit.linear(x, weight, out_dtype="fp32")[1]
+    assert torch.allclose(found.double(), x[1].double() @ numbers.T, rtol=1e-5, atol=1e-7)
+    for strange in (float("inf"), float("nan")):
+        x[1, 5] = strange
+        found = fkjit.linear(x, weight, out_dtype="fp32")
+        assert found[0].isfinite().all() and not found[1].isfinite().any()
+
+
 def test_short_sums_where_asked_for(on):
     """Consumers take turns where there are tiles enough; there are no sums in fp32."""
     on("compute_90a")

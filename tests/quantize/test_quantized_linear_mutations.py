@@ -26,6 +26,9 @@ TURNS = {"kernel": "quantized_linear.wgmma",
          "params": {"schedule": "pingpong", "cluster": 2}}  # fmt: skip
 
 SM90 = {"kernel": "quantized_linear.gemv_sm90", "params": {"dtype": "bf16", "code": "int4"}}
+DIGITS = {"kernel": "quantized_linear.gemv_digits",
+          "params": {**FINE, "code": "int4", "tile": (16, 2, 2)}}  # fmt: skip
+DIGITS8 = {"kernel": "quantized_linear.gemv_digits", "params": {"code": "int8"}}
 WIDE = {"kernel": "quantized_linear.wgmma_blocks", "params": {"out_dtype": "fp32"}}
 
 BUGS = (
@@ -57,6 +60,28 @@ BUGS = (
         **SM90),
     Bug("no barrier before the warps' sums", K + "gemv_sm90.cu",
         "named_barrier_wait<CONSUMERS>(1);", "", by="race", **SM90),
+    Bug("digits: no barrier before the warps' sums", K + "gemv_digits.cu", SYNC, "", by="race",
+        **DIGITS),
+    Bug("digits: one batch of sums", K + "gemv_digits.cu", "turn % 2 * (BATCH", "0 * (BATCH",
+        by="race", **DIGITS),
+    Bug("digits: a wait too lax by one", K + "gemv_digits.cu", "cp_async_wait<DEPTH - 2>",
+        "cp_async_wait<DEPTH - 1>", by="race", **DIGITS),
+    Bug("digits: scales before other lanes' copies", K + "gemv_digits.cu",
+        "__syncwarp();  // other lanes' scales", "// other lanes' scales", by="race", **DIGITS),
+    Bug("digits: codes beyond the end of k", K + "gemv_digits.cu", "there && i < left ? 16",
+        "there ? 16", by="memory", **DIGITS),
+    Bug("digits: the first part of k alone", K + "gemv_digits.cu", "if (part > 0)", "if (false)",
+        by="numbers", **DIGITS),
+    Bug("digits: the last one is left out", T + "digits.cuh", "g % 2 == row && g < 6",
+        "g % 2 == row && g < 2", by="numbers", **DIGITS),
+    Bug("digits: high nibbles count as low ones", T + "digits.cuh", "power_of_two(17 - exponent)",
+        "power_of_two(21 - exponent)", by="numbers", **DIGITS),
+    Bug("digits: what the 8 of low nibbles adds", T + "digits.cuh",
+        "DIGITS_BEGIN_BITS - __float_as_uint(d[0])", "DIGITS_BEGIN_BITS", by="numbers", **DIGITS),
+    Bug("digits: both rows in the first one's units", T + "digits.cuh", "by[row] =", "by[0] =",
+        by="numbers", **DIGITS),
+    Bug("digits: words of int8 change places", T + "digits.cuh", "low[i / 2], i % 2 * 2 + 1",
+        "low[i / 2], i % 2 * 2", by="numbers", **DIGITS8),
     Bug("no barrier before a stage is filled", K + "skinny.cu", SYNC, "", by="race", **SKINNY),
     Bug("a wait too lax by one", K + "skinny.cu", "cp_async_wait<DEPTH - 2>",
         "cp_async_wait<DEPTH - 1>", by="race", **SKINNY),

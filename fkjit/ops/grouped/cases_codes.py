@@ -31,23 +31,25 @@ def _schemes(p: Problem) -> tuple[Scheme, Scheme]:
 def problem(params: Params, blocks: tuple[int, ...], n: int, k: int, **given: Any) -> Problem:
     """`blocks` of places of each expert."""
     m = (sum(blocks) + 2) * _BLOCK  # there is room for two more
-    names = ("dtype", "out_dtype", "scales", "activation", "gate", "coded")
+    names = ("dtype", "out_dtype", "activation", "gate")
     return {
         "m": m, "n": n, "k": k, "experts": len(blocks), "blocks": blocks, "block_size": _BLOCK,
         "groups": "ROWS", "x_stride": k, "out_stride": n, "residual_stride": n, "scale": 1.0,
         "bias": True, "residual": False, **{name: params[name] for name in names},
-        "multiprocessors": 2, **given,
+        "coded": params.get("coded", False), "scales": "rows", "multiprocessors": 2, **given,
     }  # fmt: skip
 
 
 def problems(params: Params, scale: str) -> list[Problem]:
     """Ragged columns, unless gate and up have their own scales; a last step of k that is short."""
-    n = (2 if params["coded"] else 1) * WIDTH if params["gate"] else 2 * WIDTH + 24
+    blocks = "coded" in params
+    n = (2 if params.get("coded") else 1) * WIDTH if params["gate"] else 2 * WIDTH + 24
+    scales = {"scales": "blocks" if blocks else "rows"}
     if scale == "full":
-        return [problem(params, (3, 0, 1, 7, 2), 1024, 1296, multiprocessors=132)]
+        return [problem(params, (3, 0, 1, 7, 2), 1024, 1296, multiprocessors=132, **scales)]
     return [
-        problem(params, (1, 0, 4), n, WIDTH + 48),
-        problem(params, (0, 3), n, 64, bias=False),
+        problem(params, (1, 0, 4), n, WIDTH + 48, **scales),
+        problem(params, (0, 3), n, 64, bias=False, **scales),
     ]
 
 
@@ -102,10 +104,10 @@ def reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
 def tolerance(params: Params) -> float:
     """Of codes a step of the greatest ones, 32 of 448: a sum in another order rounds to another.
     Else at least what Hopper's tensor cores leave of sums of e4m3 products, some 14 bits."""
-    return CODE_STEP if params["coded"] else max(TOLERANCE[params["out_dtype"]], _SUMS)
+    return CODE_STEP if params.get("coded") else max(TOLERANCE[params["out_dtype"]], _SUMS)
 
 
-CODES = Verification(
+CODES = BLOCKS = Verification(
     problems=problems, inputs=inputs, outputs=outputs, reference=reference, tolerance=tolerance,
     numbers=numbers,
 )  # fmt: skip

@@ -9,7 +9,7 @@ from fkjit import tuning
 from fkjit.errors import ParameterError
 from fkjit.ops.gemm.epilogue import kernel_for
 from fkjit.ops.grouped import checks
-from fkjit.ops.grouped.kernels_codes import CODED_TILE, CODES_ALL, INTERVAL
+from fkjit.ops.grouped.kernels_codes import BLOCKS_ALL, CODES_ALL
 from fkjit.ops.grouped.kernels_ragged import EVEN, RAGGED_ALL
 from fkjit.ops.grouped.options import CALL, Views
 from fkjit.ops.moe.groups import MoeGroups
@@ -25,6 +25,7 @@ from fkjit.runtime.interop import CPU, View
 
 SCHEME, ROWS = "fp8_block", "fp8_row"
 _SMALL, _LARGE, _MANY_ROWS = (128, 128), (192, 128), 640  # rows of an expert
+_WIDE, _FEW_ROWS = (128, 256), 64  # with scales of blocks
 _INPUTS = ("x", "x_scales", "weight", "scales", "bias", "residual", "offsets")
 _NAMES = {"bfloat16": "bf16", "float16": "fp16"}
 _EVEN, _EIGHT = 16, 8  # what k is a multiple of, and columns of out
@@ -215,15 +216,15 @@ def _check_sizes(sizes: dict[str, int], said: CodesOptions) -> None:
 
 def _tile(problem: dict[str, Any]) -> tuple[int, int]:
     """Of sums in fp32; measured on an H200 at 256 and 1,024 rows an expert."""
-    if problem["coded"]:
-        return CODED_TILE
     rows = problem["m"] / problem["experts"] - problem["block_size"]
+    if problem["scales"] == "blocks":
+        return _SMALL if rows <= _FEW_ROWS and not problem["coded"] else _WIDE
     return _LARGE if rows >= _MANY_ROWS and not problem["gate"] else _SMALL
 
 
 def _launch(problem: dict[str, Any], block: Any, x: View) -> Launch:
-    all_of = RAGGED_ALL if problem["short"] else CODES_ALL
-    problem["interval"] = INTERVAL[problem["scales"]]
+    of_ieee = BLOCKS_ALL if problem["scales"] == "blocks" else CODES_ALL
+    all_of = RAGGED_ALL if problem["short"] else of_ieee
     spec, arch = kernel_for(all_of, problem["activation"]), arch_of(x)
     tiles = next(p.values for p in spec.params if p.name == "block")
     usual = tiles[0] if problem["short"] else _tile(problem)

@@ -15,36 +15,24 @@ from typing import Any
 
 from fkjit.ops.gemm.problem import flops, outputs_of, shape_class
 from fkjit.ops.grouped.kernels import of_experts
-from fkjit.ops.quantize import kernels_bytes
+from fkjit.ops.quantize import kernels_blocks, kernels_bytes
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 
-_OF_LINEAR = kernels_bytes.WGMMA
+_OF_LINEAR, _OF_BLOCKS = kernels_bytes.WGMMA, kernels_blocks.WGMMA_BLOCKS
 _FIXED: Mapping[str, Any] = {
-    "code": "fp8", "residual": False, "cluster": 1,
-    "schedule": "cooperative",
+    "code": "fp8", "scales": "rows", "interval": 4, "residual": False, "cluster": 1,
+    "schedule": "cooperative", "coded": False,
 }  # fmt: skip
 _SPANS = {"blocks": ("block", "group"), "rows": ("row", "row")}
-INTERVAL = {"blocks": 1, "rows": 4}  # as products of one weight take it
+_ROW_TILES = ((128, 128), (192, 128))
 _GROUP_ROWS = 512  # rows of an expert whose tiles are taken together
-CODED_TILE = (128, 256)
 _SMS = 132  # where there is no GPU to ask
 
 
 def _whole(params: Params) -> dict[str, Any]:
-    """The parameters that linear's kernel has."""
-    return {**params, **_FIXED}
-
-
-def _illegal(params: Params) -> str | None:
-    if params["interval"] != INTERVAL[params["scales"]]:
-        return "sums 128 of k by tensor cores where scales are of blocks, 512 else"
-    if not params["coded"]:
-        return _OF_LINEAR.illegal(_whole(params))
-    plain = params["out_dtype"] == "bf16" and params["scales"] == "blocks"
-    if not params["gate"] or params["block"] != CODED_TILE or not plain:
-        return "has codes of gated results alone, of 128 columns"
-    return None
+    """The parameters that linear's kernels have."""
+    return {**_FIXED, **params}
 
 
 def _grid(params: Params, problem: Problem) -> Dim3:
@@ -58,7 +46,7 @@ def _grid(params: Params, problem: Problem) -> Dim3:
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Those of linear; the map of the weights of all experts."""
-    span, of_x = _SPANS[params["scales"]]
+    span, of_x = _SPANS[problem["scales"]]
     spans = {"span": span, "x_span": of_x, "code": "fp8"}
     named = dict(_OF_LINEAR.arguments(_whole(params), {**problem, **spans}, arrays))
     named["weight_map"] = of_experts(named["weight_map"], problem["experts"])
@@ -74,20 +62,20 @@ def _traffic(problem: Problem) -> float:
     return float(codes + ITEMSIZE[problem["out_dtype"]] * m * n)
 
 
+# ------------------------------------------------------------------ scales of rows
+
 # All that a call may take.
 CODES_ALL = replace(
     _OF_LINEAR,
     op="grouped_linear",
     name="fp8_wgmma",
-    doc="e4m3 codes with scales of blocks on Hopper, a weight for each expert",
+    doc="e4m3 codes with scales of rows on Hopper, a weight for each expert",
     params=(
-        *(p for p in _OF_LINEAR.params if p.name not in _FIXED),
-        Param("coded", (False, True), "out is e4m3, with a scale for 128 columns of a row"),
+        *(p for p in _OF_LINEAR.params if p.name not in (*_FIXED, "block")),
+        Param("block", _ROW_TILES, "rows of x and of weight in a tile", tunable=True),
     ),
-    derive=lambda params: {
-        **_FIXED, **_OF_LINEAR.derive(_whole(params)), "groups": "ROWS", "coded": params["coded"],
-    },
-    illegal=_illegal,
+    derive=lambda params: {**_FIXED, **_OF_LINEAR.derive(_whole(params)), "groups": "ROWS"},
+    illegal=lambda params: _OF_LINEAR.illegal(_whole(params)),
     shared_layout=lambda params: (_OF_LINEAR.shared_layout or (lambda p: []))(_whole(params)),
     block=lambda params: _OF_LINEAR.block(_whole(params)),
     grid=_grid,
@@ -98,24 +86,50 @@ CODES_ALL = replace(
     work=Work(flops=flops, bytes=_traffic, interpreter_flops=1e8),
     verification="fkjit.ops.grouped.cases_codes:CODES",
 )  # fmt: skip
-
 _PLAIN = {
-    "dtype": "bf16", "out_dtype": "bf16", "scales": "blocks", "activation": "none", "gate": False,
-    "interval": 1, "coded": False,
+    "dtype": "bf16", "out_dtype": "bf16", "activation": "none", "gate": False, "block": (128, 128),
 }  # fmt: skip
 _SWIGLU = {**_PLAIN, "activation": "silu", "gate": True}
-_BY_ROWS = {"scales": "rows", "interval": INTERVAL["rows"]}
 CODES: KernelSpec = register(
     replace(
         CODES_ALL,
         ahead=[
-            {**_SWIGLU, "block": (128, 128)},
-            {**_SWIGLU, "block": CODED_TILE, "coded": True},
-            {**_PLAIN, "block": (128, 128)},
-            {**_PLAIN, "block": (256, 128)},
-            {**_SWIGLU, **_BY_ROWS, "block": (128, 128)},
+            _SWIGLU,
             {**_PLAIN, "block": (192, 128), "out_dtype": "fp32"},
             {**_SWIGLU, "block": (192, 128), "dtype": "fp16", "out_dtype": "fp16"},
+        ],
+    )
+)
+
+# ------------------------------------------------------------------ scales of blocks
+
+# All that a call may take.
+BLOCKS_ALL = replace(
+    CODES_ALL,
+    name="fp8_wgmma_blocks",
+    source=_OF_BLOCKS.source,
+    entry=_OF_BLOCKS.entry,
+    doc="e4m3 codes with scales of blocks on Hopper, a weight for each expert",
+    params=tuple(p for p in _OF_BLOCKS.params if p.name != "residual"),
+    derive=lambda params: {
+        **_OF_BLOCKS.derive(_whole(params)), "residual": False, "groups": "ROWS",
+    },
+    illegal=lambda params: _OF_BLOCKS.illegal(_whole(params)),
+    shared_layout=lambda params: (_OF_BLOCKS.shared_layout or (lambda p: []))(_whole(params)),
+    shared_bytes=lambda params: _OF_BLOCKS.shared_bytes(_whole(params)),
+    block=lambda params: _OF_BLOCKS.block(_whole(params)),
+    verification="fkjit.ops.grouped.cases_codes:BLOCKS",
+)  # fmt: skip
+_WIDE = {**_PLAIN, "coded": False, "block": (128, 256)}
+_WIDE_SWIGLU = {**_WIDE, "activation": "silu", "gate": True}
+BLOCKS: KernelSpec = register(
+    replace(
+        BLOCKS_ALL,
+        ahead=[
+            _WIDE,
+            {**_WIDE_SWIGLU, "coded": True},
+            {**_WIDE_SWIGLU, "block": (128, 128)},
+            {**_WIDE, "block": (128, 128), "dtype": "fp16", "out_dtype": "fp32"},
         ],
     )
 )

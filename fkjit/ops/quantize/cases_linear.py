@@ -125,6 +125,18 @@ def _gemv_sm90(params: Params, scale: str) -> list[dict[str, Any]]:
     ]
 
 
+def _gemv_digits(params: Params, scale: str) -> list[dict[str, Any]]:
+    """Ragged tiles, more than two batches of them, k of several parts, a part that is short."""
+    part = 128 * params["tile"][0] * params["tile"][1]
+    if scale == "full":
+        shapes = ((1, 4096, 4096), (2, 4104, 1024), (2, 67, 14336))
+        return [problem(params, *shape, **_everything()) for shape in shapes]
+    return [
+        problem(params, 2, 9 * 16 + 3, part + 768, multiprocessors=1, **_everything()),
+        problem(params, 1, 40, 768, bias=False),
+    ]
+
+
 def _skinny(params: Params, scale: str) -> list[dict[str, Any]]:
     """The same, with k in one part and in several."""
     tokens = params["tokens"]
@@ -166,4 +178,5 @@ def _verification(problems: Any) -> Verification:
 
 GEMV = _verification(_gemv)
 GEMV_SM90 = _verification(_gemv_sm90)
+GEMV_DIGITS = _verification(_gemv_digits)
 SKINNY = _with_memory(_verification(_skinny))

@@ -55,7 +55,7 @@ def _values(params: Params) -> dict[str, Any]:
     rows, outputs = params["block"]
     return {
         **epilogue.values(params["activation"]), "block_m": rows, "block_n": outputs,
-        "stages": _stages(params),
+        "stages": _stages(params), "groups": "NONE",
     }  # fmt: skip
 
 

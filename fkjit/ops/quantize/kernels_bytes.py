@@ -157,7 +157,7 @@ WGMMA = KernelSpec(
         "derive": lambda params: {
             **_values(params), "stages": _stages(params),
             "pingpong": params["schedule"] == "pingpong",
-            "sum": "int" if params["code"] == "int8" else "float", "groups": "NONE", "coded": False,
+            "sum": "int" if params["code"] == "int8" else "float", "groups": "NONE",
         },
         "illegal": _wgmma_illegal,
         "features": lambda params: frozenset({"wgmma"}),

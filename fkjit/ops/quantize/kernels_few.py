@@ -165,6 +165,72 @@ GEMV_SM90_AHEAD = _ahead(
     ],
 )
 
+# ------------------------------------------------------------------ gemv_digits
+
+# Warps, groups of 128 of k that a warp has of a tile, tiles under way.
+_DIGITS_TILES: tuple[GemvTile, ...] = ((16, 2, 2), (16, 4, 2), (8, 2, 3))
+_DIGITS_ROWS = 2  # of x, whose digits are columns of one product
+_DIGITS_BATCH = {2: 4, 4: 2}  # tiles whose sums are added up together, by groups
+_PAIR = 256  # what k is a multiple of: scales come in words
+
+
+def _digits_shared(params: Params) -> SharedLayout:
+    """Slots of codes and scales, bases, a row's digits, two batches of sums."""
+    warps, groups, depth = params["tile"]
+    codes = 256 * product.BITS[params["code"]]
+    return [
+        ("slots", warps * depth * groups * (codes + 32)),
+        ("bases", warps * groups * 64),
+        ("digits", warps * groups * 384),
+        ("sums", 2 * _DIGITS_BATCH[groups] * warps * 512),
+    ]
+
+
+def _digits_values(params: Params) -> dict[str, Any]:
+    warps, groups, depth = params["tile"]
+    return {**_values(params), "warps": warps, "groups": groups, "depth": depth,
+            "batch": _DIGITS_BATCH[groups]}  # fmt: skip
+
+
+def _digits_illegal(params: Params) -> str | None:
+    if params["tile"][1] > 2 and params["code"] == "int8":
+        return "has room for two groups of a warp"
+    return illegal_dtypes(params)
+
+
+def _digits_grid(params: Params, problem: Problem) -> Dim3:
+    tiles = -(-problem["n"] * (2 if params["gate"] else 1) // _GEMV_ROWS)
+    return (min(tiles, problem.get("multiprocessors", SMS)), 1, 1)
+
+
+GEMV_DIGITS = KernelSpec(
+    **CONTRACT,
+    name="gemv_digits",
+    source="quantize/gemv_digits.cu",
+    entry="quantized_gemv_digits",
+    doc="one or two rows of x as whole numbers, multiplied with codes by int8 tensor cores",
+    params=(
+        *DTYPES, _CODE, *epilogue.PARAMS,
+        Param("tile", _DIGITS_TILES, "warps, groups of a warp, tiles under way", tunable=True),
+    ),
+    derive=_digits_values,
+    illegal=_digits_illegal,
+    features=lambda params: _FEATURES | {"cp_async"},
+    shared_bytes=lambda params: sum(size for _, size in _digits_shared(params)),
+    block=lambda params: (32 * params["tile"][0], 1, 1),
+    grid=_digits_grid,
+    verification="fkjit.ops.quantize.cases_linear:GEMV_DIGITS",
+)  # fmt: skip
+GEMV_DIGITS_AHEAD = _ahead(
+    GEMV_DIGITS,
+    [
+        {"code": "int4", "tile": (16, 2, 2), **_FINE},
+        {"code": "int4", "tile": (16, 4, 2), **_SWIGLU},
+        {"code": "int8", "tile": (16, 2, 2), **_FINE, "out_dtype": "fp16"},
+        {"code": "int8", "tile": (8, 2, 3), **_SWIGLU},
+    ],
+)
+
 # ------------------------------------------------------------------ skinny
 
 TOKENS = (16, 32, 64)  # what rows of x are padded to
@@ -253,12 +319,29 @@ def _of_sm90(problem: Problem) -> GemvTile | None:
     return _SM90_TILES[0] if problem["k"] >= 4096 else _SM90_TILES[1]
 
 
+def _of_digits(problem: Problem) -> GemvTile | None:
+    """Its tile, where it is the fastest on an H200 (bench/notes/quantize.md): of k that warps hold
+    at once, or of so few outputs that x comes for each part of it once."""
+    k, whole = problem["k"], problem.get("aligned_scales", True)
+    if problem["m"] > _DIGITS_ROWS or k % _PAIR or not whole:
+        return None
+    if k <= 4096:
+        return (8, 2, 3) if k <= 2048 else (16, 2, 2)
+    outputs = problem["n"] * (2 if problem["gate"] else 1)
+    once = k <= 8192 or outputs <= 2 * _GEMV_ROWS * problem.get("multiprocessors", SMS)
+    return (16, 4, 2) if problem["code"] == "int4" and once else None
+
+
 def choose(
     problem: Problem, hopper: bool = True, impl: str = "auto"
 ) -> tuple[KernelSpec, dict[str, Any], tuple[int, int]] | None:
     """The kernel, its parameters and scratch memory; None for more rows than these take."""
     names = ("dtype", "out_dtype", "code", "activation", "gate")
     fixed = {name: problem[name] for name in names}
+    digits = _of_digits(problem) if hopper and impl not in (GEMV.name, GEMV_SM90.name) else None
+    if digits is not None:
+        spec = epilogue.kernel_for(GEMV_DIGITS, problem["activation"])
+        return spec, {**fixed, "tile": digits}, (0, 0)
     if problem["m"] <= GEMV_ROWS:
         tile = _of_sm90(problem) if hopper and impl != GEMV.name else None
         if tile is not None:

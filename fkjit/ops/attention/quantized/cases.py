@@ -242,7 +242,7 @@ def _tolerance_sm90(params: Params) -> float:
     """Scores of e4m3 have 13 bits there, so that a large weight may be rounded the other way too:
     by an eighth of itself, of one key in eleven times a value of four."""
     weights = "half" if params["values"] == "half" else "fp8"
-    of_one = 0.0 if weights == "half" else 4e-2
+    of_one = 0.0 if weights == "half" else 3.5e-2
     return max(tolerance({**params, "weights": weights}), of_one)
 
 

@@ -169,16 +169,21 @@ _SMOOTH = Param("smooth", (True, False), "K loses its mean")
 _ROTATE = Param("rotate", (False, True), "rows of q and k are rotated")
 
 
+def _threads(params: Params) -> int:
+    """Of a block of q or k: sixteen rows a warp."""
+    return 2 * _rows(params)
+
+
 def _derive(params: Params) -> dict[str, Any]:
     values = params.get("values", "half")
     return {"codes": _CODES[params["code"]], "rows": _rows(params), "value_rows": ROWS,
-            "threads": _THREADS, "v_codes": values != "half",
+            "threads": _threads(params), "v_codes": values != "half",
             "value_codes": "E5m2Codes" if values == "e5m2" else "Fp8Codes"}  # fmt: skip
 
 
 SPANS = register(
     KernelSpec(
-        **_WORK,
+        **{**_WORK, "block": lambda params: (_threads(params), 1, 1)},
         name="spans",
         source="attention/quantize_spans.cu",
         entry="attention_quantize_spans",
@@ -209,7 +214,7 @@ def _codes_grid(params: Params, problem: Problem) -> Dim3:
 
 CODES = register(
     KernelSpec(
-        **_WORK,
+        **{**_WORK, "block": lambda params: (_threads(params), 1, 1)},
         name="codes",
         source="attention/quantize_codes.cu",
         entry="attention_quantize_codes",
