@@ -17,21 +17,22 @@ constexpr int THREADS = ${threads};
 using Tile = RowTile<HEAD_DIM, ROWS, THREADS, PACKED>;
 static_assert(ROWS == THREADS / 2, "sixteen rows a warp");
 
-extern "C" __global__ void __launch_bounds__(THREADS) attention_quantize_spans(
-    //% if packed
-    const int* __restrict__ cu_seqlens_q,  // [batch + 1]
-    const int* __restrict__ cu_seqlens_k,  // [batch + 1]
-    //% endif
-    const elem_t* __restrict__ q,       // [batch, heads_q, seqlen_q, head_dim]
-    const elem_t* __restrict__ k,       // [batch, heads_kv, seqlen_k, head_dim]
-    const float* __restrict__ k_means,  // [batch, heads_kv, head_dim], or null
-    float* __restrict__ span_scales,    // [q_spans + k_spans]
-    u32* workspace,                     // [gridDim.x]
-    u32* counters,                      // [q_spans + k_spans], 0 before and after
-    const Strides q_strides, const Strides k_strides, const int heads_q, const int heads_kv,
-    const int q_blocks,                    // of all heads; those of K follow
-    const int q_spans, const int k_spans,  // heads of all, or 1; 0 where there are no rows
-    const int seqlen_q, const int seqlen_k, const int head_dim) {
+extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM > 128 ? 2 : 4)
+    attention_quantize_spans(
+        //% if packed
+        const int* __restrict__ cu_seqlens_q,  // [batch + 1]
+        const int* __restrict__ cu_seqlens_k,  // [batch + 1]
+        //% endif
+        const elem_t* __restrict__ q,       // [batch, heads_q, seqlen_q, head_dim]
+        const elem_t* __restrict__ k,       // [batch, heads_kv, seqlen_k, head_dim]
+        const float* __restrict__ k_means,  // [batch, heads_kv, head_dim], or null
+        float* __restrict__ span_scales,    // [q_spans + k_spans]
+        u32* workspace,                     // [gridDim.x]
+        u32* counters,                      // [q_spans + k_spans], 0 before and after
+        const Strides q_strides, const Strides k_strides, const int heads_q, const int heads_kv,
+        const int q_blocks,                    // of all heads; those of K follow
+        const int q_spans, const int k_spans,  // heads of all, or 1; 0 where there are no rows
+        const int seqlen_q, const int seqlen_k, const int head_dim) {
   after_previous_kernel();
   __shared__ u32 warps[THREADS / WARP_SIZE];
   const int block = blockIdx.x;

@@ -134,6 +134,24 @@ __device__ __forceinline__ uint4 load_streamed_chunk_if(const void* source, bool
   return chunk;
 }
 
+// 8 bytes, on their boundary, asked for where this stands. PTX ISA: ld.global.v2.b32
+__device__ __forceinline__ uint2 load_eight_bytes(const void* source) {
+  uint2 bits;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];"
+               : "=r"(bits.x), "=r"(bits.y)
+               : "l"(__cvta_generic_to_global(source)));
+  return bits;
+}
+
+// Four floats, on 16 bytes, asked for where this stands.                PTX ISA: ld.global.v4.f32
+__device__ __forceinline__ float4 load_floats(const float* source) {
+  float4 x;
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(__cvta_generic_to_global(source)));
+  return x;
+}
+
 // The line that `address` is in comes to L2. That is no read: whoever writes there later is seen by
 // those who read after him.                                         PTX ISA: prefetch.global.L2
 __device__ __forceinline__ void prefetch_l2(const void* address) {

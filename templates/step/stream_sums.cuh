@@ -4,6 +4,7 @@
 #pragma once
 #include "ptx/cluster.cuh"
 #include "ptx/math.cuh"
+#include "ptx/memory.cuh"
 #include "tile/reduce.cuh"
 
 // Four neighbouring 16-bit elements, on 8 bytes.
@@ -11,23 +12,6 @@ template <typename T>
 __device__ __forceinline__ float4 unpack_four(uint2 bits) {
   const float2 low = unpack2<T>(bits.x), high = unpack2<T>(bits.y);
   return make_float4(low.x, low.y, high.x, high.y);
-}
-// Where it stands, so that it is under way meanwhile.                   PTX ISA: ld.global.v2.b32
-template <typename T>
-__device__ __forceinline__ uint2 load_eight_bytes(const T* source) {
-  uint2 bits;
-  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];"
-               : "=r"(bits.x), "=r"(bits.y)
-               : "l"(__cvta_generic_to_global(source)));
-  return bits;
-}
-// The same of four floats.                                            PTX ISA: ld.global.v4.f32
-__device__ __forceinline__ float4 load_floats(const float* source) {
-  float4 x;
-  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "l"(__cvta_generic_to_global(source)));
-  return x;
 }
 template <typename T>
 __device__ __forceinline__ uint2 pack_four(const float4& x) {

@@ -95,8 +95,9 @@ CODES: KernelSpec = register(
         CODES_ALL,
         ahead=[
             _SWIGLU,
-            {**_PLAIN, "block": (192, 128), "out_dtype": "fp32"},
-            {**_SWIGLU, "block": (192, 128), "dtype": "fp16", "out_dtype": "fp16"},
+            {**_PLAIN, "block": (192, 128)},
+            {**_PLAIN, "dtype": "fp16", "out_dtype": "fp32"},
+            {**_SWIGLU, "dtype": "fp16", "out_dtype": "fp16"},
         ],
     )
 )
