@@ -27,6 +27,7 @@ LEFT_OUT = {
     "racecheck": [
         "quantized_attention.flash_sm90",
         "quantized_linear.wgmma_blocks",
+        "grouped_linear.fp8_wgmma_blocks",
         "decode_step.whole",
         *(
             f"attention_backward{form}.flash_{name}"

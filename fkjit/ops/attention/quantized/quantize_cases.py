@@ -297,7 +297,16 @@ SPANS = also_packed(Verification(
     problems=_problems, inputs=_spans_inputs, outputs=_spans_outputs, reference=_spans,
     tolerance=lambda params: 0.0,
 ))  # fmt: skip
+
+
+def _rounded(params: Params) -> float:
+    """`shift` is of turned rows and means, where 1 / sqrt(128) of each is rounded; of the other head
+    dimensions all sums are exact."""
+    rounds = params["smooth"] and params["rotate"] and params["head_dim"] == 128
+    return 1e-6 if rounds else 0.0
+
+
 CODES = also_packed(Verification(
     problems=_problems, inputs=_codes_inputs, outputs=_codes_outputs, reference=_codes,
-    tolerance=lambda params: 0.0,
+    tolerance=_rounded,
 ))  # fmt: skip
