@@ -136,8 +136,7 @@ def taken(x: Any) -> tuple[Any, tuple[Any, Any, Any], float]:
 def tile_for(n: int, k: int, rows: int | None = None, m: int = ROWS) -> Tile:
     """Of a product of m rows of x with so many rows of the weight, as was fastest in steps of
     Llama-3.2-1B and GPT-2. rows: those that a tile has to have."""
-    deep = m <= _FEW and rows is None and k >= _DEEP * n
-    if deep and _FULL <= 8 * -(-n // 128) <= _SMS:
+    if m <= _FEW and rows is None and k >= _DEEP * n and _FULL <= 8 * -(-n // 128) <= _SMS:
         return 128, 4, WHOLE
     rows = rows or (128 if n >= _WIDE_TILE // 2 else 64)
     if m <= _FEW and rows == 128 and _FULL <= -(-n // rows) <= _SMS:
@@ -146,7 +145,7 @@ def tile_for(n: int, k: int, rows: int | None = None, m: int = ROWS) -> Tile:
     share = 1
     while share < 8 and 2 * share * tiles <= _SMS and 2 * share <= steps:
         share *= 2
-    return rows, share, WHOLE if deep else HALF
+    return rows, share, HALF
 
 
 # ------------------------------------------------------------------ checks
