@@ -16,7 +16,7 @@ from fkjit.errors import InterpreterError, ParameterError
 from fkjit.jit.build import build, interpreter_target
 from fkjit.jit.render import Rendered, load
 from fkjit.messages import to_terminal, write
-from fkjit.runtime.tensor_map import TensorMap
+from fkjit.runtime.tensor_map import MapTable, TensorMap
 from fkjit.sanitizer import in_force
 from fkjit.settings import Settings, settings
 from fkjit.spec import KernelSpec, Params, Problem, SharedLayout
@@ -118,6 +118,8 @@ def _argument(named: Mapping[str, Any], name: str, code: str, const: bool) -> An
     value = named[name]
     if isinstance(value, TensorMap):
         return Arg(name.partition("_map")[0], _numpy_map(value), writable=value.writable)
+    if isinstance(value, MapTable):
+        return Arg(name, tuple(map(_numpy_map, value.maps)), writable=False)
     if code != "P":
         values = value if isinstance(value, tuple) else (value,)
         try:

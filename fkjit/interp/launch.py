@@ -345,8 +345,11 @@ class _Launch:
 
 
 def _order(row: tuple[Arg, Variable, int]) -> int:
-    """Arrays first, then tensor maps, those over large arrays before those over parts of them."""
+    """Arrays first, then tensor maps, those over large arrays before those over parts of
+    them; last several maps."""
     value = row[0].value
+    if isinstance(value, tuple):
+        return 0
     return -1 - value.array.size if isinstance(value, TensorMap) else -(1 << 62)
 
 

@@ -28,7 +28,7 @@ _CODES = {
     "Routing": "i" * 9 + "f",
     "Grouping": "iiiIiiiiIii",
     "AttentionForm": "q" * 6 + "i" * 4 + "f" * 2,
-    "DecodeModel": "q" + "i" * 23 + "ff4x",
+    "DecodeModel": "q" + "i" * 24 + "ff",
     "TensorMap": f"{TENSOR_MAP_BYTES}s",
 }
 _NOISE = re.compile(

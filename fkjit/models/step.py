@@ -64,14 +64,16 @@ class Steps:
         self._readback = Readback(self._most, device)
 
     def launch(self, count: int, mode: str) -> Launched:
-        """A step of the first `count` slots; nothing waits for it."""
+        """A step of the first `count` slots; nothing waits for it. Of LOGITS there are no tokens to
+        read."""
         size = min(1 << (count - 1).bit_length(), self._most)
         self.cache.flush()
         if self._graphs is None:
             self.run(size, mode)
         else:
             self.graph(size, mode).replay()
-        return self.send(self.slots.state.tokens[:count])
+        tokens = self.slots.state.tokens[:count]
+        return Launched(tokens, None) if mode == LOGITS else self.send(tokens)
 
     def send(self, tokens: Any) -> Launched:
         """Tokens as they are now, on their way to the host."""
@@ -82,9 +84,9 @@ class Steps:
         network, cache, state = self.network, self.cache, self.slots.first(size)
         plan = plan or self._planned(size)
         if plan.whole and has_whole(network, size):
-            logits, greedy = self._logits.rows(size), mode == GREEDY
-            best = self._whole()(state, logits, advance=greedy)
-            if not greedy:
+            logits, advances = self._logits.rows(size), {LOGITS: 1, GREEDY: 2}.get(mode, 0)
+            best = self._whole()(state, logits, advance=advances)
+            if not advances:
                 self._pick(state, logits, mode, best)
             return
 

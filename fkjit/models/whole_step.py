@@ -21,6 +21,7 @@ from fkjit.ops.step.whole import (
     decode_step,
     exchange_words,
     layer_table,
+    map_words,
 )
 from fkjit.runtime.interop import view
 
@@ -42,15 +43,16 @@ class WholeStep:
         kind = weights.embedding.dtype
         self._head = (_numbers(weights.head).view(kind), _scales(weights.head))
         self._exchanges: dict[int, Any] = {}
-        self._table = torch.from_numpy(table).to(base.device)
+        self._maps: dict[int, Any] = {}
+        self._host_table, self._table = table, torch.from_numpy(table).to(base.device)
         like = torch.zeros(1, dtype=torch.float32, device=base.device)
         self._angles = None if config.theta is None else rope_table(
             length, config.head_dim, theta=config.theta, scaling=config.scaling, like=like
         )  # fmt: skip
 
-    def __call__(self, state: State, logits: Any, advance: bool = False) -> Any:
+    def __call__(self, state: State, logits: Any, advance: int = 0) -> Any:
         """The largest of each row of `logits`, which are written; the cache counts the tokens.
-        advance: the tokens become these, and positions the next ones."""
+        advance: 1: positions become the next ones; 2: the tokens these, too."""
         weights, cache = self.network.weights, self.cache
         exchange = self._exchange(len(state.tokens))
         arrays = Arrays(
@@ -59,7 +61,18 @@ class WholeStep:
             *self._head, self._angles, cache.page_table, cache.capacities, cache.lengths,
             cache.all_pages, exchange,
         )  # fmt: skip
+        arrays = arrays._replace(maps=self._maps_for(arrays))
         return decode_step(arrays, logits, self.model._replace(advance=advance))
+
+    def _maps_for(self, arrays: Arrays) -> Any:
+        """Tensor maps of the weights; of stages of so many columns, which rows decide."""
+        if not self._base.is_cuda:
+            return None
+        rows = len(arrays.tokens)
+        if rows not in self._maps:
+            made = map_words(arrays, self.model, self._host_table)
+            self._maps[rows] = torch_ops.torch_seen().from_numpy(made.copy()).to(self._base.device)
+        return self._maps[rows]
 
     def _exchange(self, rows: int) -> Any:
         """What blocks hand to one another, of steps of so many sequences."""

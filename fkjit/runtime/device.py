@@ -24,7 +24,7 @@ from fkjit.jit.build import build, build_all, gpu_target
 from fkjit.jit.toolchain import cupy_cuda, explain_load_failure
 from fkjit.runtime import abstract, pdl
 from fkjit.runtime.interop import CPU, Pointer
-from fkjit.runtime.tensor_map import TensorMap
+from fkjit.runtime.tensor_map import MapTable, TensorMap
 from fkjit.sanitizer import refuse_gpu
 from fkjit.spec import Dim3, KernelSpec, Params, Problem
 
@@ -365,8 +365,8 @@ def flatten(names: tuple[str, ...], named: Mapping[str, Any]) -> tuple[Any, ...]
             flat.append(value.pointer)
         elif value is None:
             flat.append(0)
-        elif kind is TensorMap:
-            flat.append(value.encode(value.array.pointer))
+        elif kind is TensorMap or kind is MapTable:
+            flat.append(value.packed())
         elif isinstance(value, tuple):
             flat.extend(value)
         else:

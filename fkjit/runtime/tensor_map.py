@@ -44,10 +44,36 @@ class TensorMap:
         """The strides, with some legal one where a dimension has one element."""
         return _legal(self.dims, self.strides)
 
+    def packed(self) -> bytes:
+        """As an argument of a launch, of an array that has an address."""
+        return self.encode(self.array.pointer)
+
     def encode(self, pointer: int) -> bytes:
         """The 128 bytes for an array that begins at this device address (a multiple of 16)."""
         address = pointer + self.origin
         return encode(self.dtype, self.box, self.swizzle, self.dims, self.strides, address)
+
+
+@dataclass(frozen=True, slots=True)
+class MapTable:
+    """Maps side by side in global memory, for a kernel that takes `const TensorMap*`."""
+
+    maps: tuple[TensorMap, ...]
+
+    def encode(self) -> bytes:
+        """All of them."""
+        return b"".join(one.packed() for one in self.maps)
+
+    def packed(self) -> int:
+        """As an argument of a launch: where they are on the current device. They stay there."""
+        cupy, numpy, raw = import_module("cupy"), import_module("numpy"), self.encode()
+        key = cupy.cuda.runtime.getDevice(), raw
+        if key not in _tables:
+            _tables[key] = cupy.asarray(numpy.frombuffer(raw, "uint8"))
+        return _tables[key].data.ptr
+
+
+_tables: dict[tuple[int, bytes], Any] = {}
 
 
 def encode(

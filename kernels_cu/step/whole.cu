@@ -33,6 +33,7 @@
 #include "step/layers.cuh"
 #include "step/tile_sums.cuh"
 #include "ptx/atomic.cuh"
+#include "ptx/setmaxnreg.cuh"
 
 using elem_t = ${dtype};
 using Activation = ${activation};
@@ -42,21 +43,32 @@ constexpr bool CODES = ${codes};                  // weights of layers' products
 constexpr int D = ${head_dim}, GROUP = ${group};  // query heads of a key head
 constexpr int OWN = ${own};                       // of those in a work item of attention
 constexpr int MOST = ${most};                     // rows there is room for
-constexpr int WARPS = ${warps}, FETCHERS = ${fetchers};
+constexpr int WARPS = ${warps};
 constexpr int COLUMNS = ${columns};  // of a weight in a stage of the ring
 constexpr int STAGES = ${stages}, FLIGHT = ${flight};
+constexpr bool AHEAD = ${ahead};       // L2 is asked for what comes behind
 constexpr int ROOM = ${room} << 10;    // bytes of shared memory for rows and what is beside them
 constexpr int ASIDE = ${aside} << 10;  // of that for the table of layers and a norm's weights
 
 constexpr int THREADS = 32 * WARPS;  // that compute
+// Warps that compute want more registers for several query heads; they move by warpgroups, so there are
+// two warps more beside those that fetch.
+constexpr bool MOVES = OWN > 1;
+constexpr int OTHERS = MOVES ? 128 : 64;  // threads
+constexpr int FEWER = 56, MORE = 224;     // registers of one of those, and of one that computes
+static_assert(!MOVES || THREADS * MORE + OTHERS * FEWER <=
+                            registers_at_start(THREADS + OTHERS) * (THREADS + OTHERS),
+              "who asks for more than there are waits for ever");
 
 struct Meet {
   __device__ __forceinline__ void operator()() const { named_barrier_wait_aligned<THREADS>(1); }
 };
-using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS, CODES>;
-constexpr int TAKEN = MOST < 4 && OWN == 1 ? 8 : 4;  // as registers permit
+using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, AHEAD, WARPS, CODES>;
+constexpr int TAKEN = MOVES || MOST < 4 ? 8 : 4;  // as registers permit
 using Rows = GatheredRows<elem_t, WARPS, CENTERED, MOST, TAKEN, Meet>;
-using Heads = DecodeHeads<elem_t, D, GROUP, OWN, WARPS, ROPE>;
+// Keys of a group of lanes that are under way.
+constexpr int DEPTH = OWN > 1 ? 3 : 5;
+using Heads = DecodeHeads<elem_t, D, GROUP, OWN, WARPS, DEPTH, ROPE>;
 static_assert(MOST <= 8, "columns of a product of tensor cores");
 static_assert(sizeof(typename Heads::Shared) <= ROOM - ASIDE, "attention has its room");
 
@@ -67,7 +79,8 @@ struct DecodeModel {
   int splits;  // work items of a sequence and OWN query heads
   int page_step, head_step, token_step, page_log2, max_sequences, max_pages, table_rows;
   int logits_stride;
-  int advance;  // tokens become the largest, and positions the next
+  int advance;     // 0: nothing; positions become the next; 2: tokens the largest, too
+  int head_coded;  // the head is of int4, too
   int qkv, partials, stream, attended, inner, largest;  // words of `exchange` before these
   float eps, scale;
 };
@@ -90,7 +103,7 @@ struct Between {
   }
 };
 
-using Sums = TileSums<elem_t, Ring, WARPS, MOST, Meet>;
+using Sums = TileSums<elem_t, Ring, WARPS, MOST, Rows::EXTRA, Meet>;
 struct Wanted {  // of an output, as loaded: to convert is to wait
   elem_t x, y;   // biases
   u32 word;      // of the stream
@@ -124,7 +137,7 @@ __device__ __forceinline__ void count_token(const DecodeState& state, int* lengt
   if (length < state.capacities[row]) lengths[row] = length + 1;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + OTHERS, 1)
     step_whole(i64* tokens,                                    // [m]
                int* positions,                                 // [m]
                const int* active,                              // [m]: by which positions advance
@@ -132,10 +145,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
                const elem_t* __restrict__ embedding,           // [vocabulary, hidden]
                const elem_t* __restrict__ position_embedding,  // [positions, hidden], or null
                const elem_t* __restrict__ weights, const LayerWeights* __restrict__ table_of_layers,
+               const TensorMap* __restrict__ maps,      // [products][1, of CODES 2 with scales]
                const elem_t* __restrict__ norm_weight,  // [hidden]
                const elem_t* __restrict__ norm_bias,    // [hidden], or null
-               const elem_t* __restrict__ head,         // [vocabulary, hidden]
-               const elem_t* __restrict__ head_scales,  // of its codes; null: it is numbers
                const float* __restrict__ table,         // [table_rows, D], or null
                const int* page_table,                   // [max_sequences, max_pages]
                const int* capacities,                   // [max_sequences]
@@ -145,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
                i64* __restrict__ largest,               // [m]
                u32* exchange,                           // launches so far, and the words that pass
                u32* counters, const DecodeModel model) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  extern __shared__ __align__(1024) unsigned char shared[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
   __shared__ typename Sums::Shared sums;
   __shared__ typename Rows::Shared statistics;
@@ -182,15 +194,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   };
   for (int p = threadIdx.x; p < products; p += blockDim.x) {
     const int kind = p == products - 1 ? HEAD : p % 4;
-    Product<elem_t> made = {head, nullptr, norm_weight, norm_bias, head_scales};
+    Product<elem_t> made = {nullptr, norm_weight, norm_bias, 0, 0, 0, model.head_coded != 0};
     if (kind != HEAD) made = product_of(weights, table_of_layers[p / 4], kind);
     share_out(made,
               kind == QKV    ? heads
               : kind == UP   ? model.mlp
               : kind == HEAD ? model.vocabulary
                              : hidden,
-              ceil_div(inputs_of(kind), Ring::columns_of(made.scales != nullptr)), p);
+              p);
     list[p] = made;
+    for (int i = 0; i < Ring::MAPS; ++i) tma_acquire(maps[p * Ring::MAPS + i]);
   }
   if (attends) {
     if (threadIdx.x == 0) item = DecodeItem::make(state, blockIdx.x, Heads::PARTS, OWN * D);
@@ -201,9 +214,18 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
 
   // The warps that fetch.
   if (threadIdx.x >= THREADS) {
-    const auto source_of = [&](int p) {
+    if constexpr (MOVES) fewer_registers<FEWER>();
+    if (threadIdx.x >= THREADS + 32 * Ring::FETCHERS) return;
+    const int half = (threadIdx.x - THREADS) / WARP_SIZE;
+    typename Ring::Way own, ahead;
+    int lead = 0;
+    const auto enter = [&](typename Ring::Way& way, int p) {
+      if (p == products) return false;
       const int kind = p == products - 1 ? HEAD : p % 4;
-      return typename Ring::Source(list[p], model.mlp, inputs_of(kind), GATE && kind == UP);
+      way.enter(list[p], maps, p, half, model.mlp, inputs_of(kind), GATE && kind == UP);
+      for (int i = 0; i < Ring::MAPS; ++i)
+        if (p + 1 < products) tma_prefetch(maps[(p + 1) * Ring::MAPS + i]);
+      return way.tiles > 0;
     };
 #pragma unroll 1
     for (int p = 0; p < products; ++p) {
@@ -217,11 +239,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
         if (kind == OUT && attends)
           Heads::prefetch(state, heads_of(p / 4), DecodeSpan(item, splits, next.window));
       }
-      ring.fetch(p, products, source_of);
+      if (threadIdx.x % WARP_SIZE == 0 && enter(own, p)) ring.fetch(own, ahead, lead, enter);
+      __syncwarp();
     }
     return;
   }
 
+  if constexpr (MOVES) more_registers<MORE>();
   const Meet meet;
   const u32 rows = shared_address(shared);
   const float of_hidden = 1.f / hidden;
@@ -269,27 +293,30 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
 
     // 4. The block's outputs: heads of q, k and v; added to the stream; up with its activation; logits,
     //    and the largest of them.
-    sums_of.product(work, rows, k, before, [&](int i, int row, int column, float2 sum) {
-      if (Rows::LATE && own.norm != nullptr) {
-        const float by = taken.late(row, of_hidden, model.eps);
-        sum.x *= by, sum.y *= by;
-      }
-      float y = sum.x + static_cast<float>(wanted[i].x);
-      if (kind == QKV) {
-        store_word(at.qkv() + row * heads + column, tagged(y, tag));
-      } else if (kind == UP) {
-        y = Activation::value(y);
-        if (GATE) y *= sum.y + static_cast<float>(wanted[i].y);
-        store_word(at.inner() + row * model.mlp + column, tagged(static_cast<elem_t>(y), tag));
-      } else if (kind == HEAD) {
-        logits[row * static_cast<i64>(model.logits_stride) + column] = sum.x;
-        best[i].see(sum.x, column);
-      } else {
-        y += static_cast<float>(number<elem_t>(wanted[i].word));
-        store_word(at.stream() + row * hidden + column,
-                   tagged(static_cast<elem_t>(y), stream_tag + 1));
-      }
-    });
+    sums_of.product(
+        work, rows, k, before, [&](int i, int row, int column, float2 sum, const float2(&more)[2]) {
+          if (Rows::LATE && own.norm != nullptr) {
+            const float2 by = taken.late(row, of_hidden, model.eps);
+            if (CENTERED) sum.x -= by.x * more[0].x, sum.y -= by.x * more[0].y;
+            sum.x *= by.y, sum.y *= by.y;
+            if (CENTERED) sum.x += more[1].x, sum.y += more[1].y;
+          }
+          float y = sum.x + static_cast<float>(wanted[i].x);
+          if (kind == QKV) {
+            store_word(at.qkv() + row * heads + column, tagged(y, tag));
+          } else if (kind == UP) {
+            y = Activation::value(y);
+            if (GATE) y *= sum.y + static_cast<float>(wanted[i].y);
+            store_word(at.inner() + row * model.mlp + column, tagged(static_cast<elem_t>(y), tag));
+          } else if (kind == HEAD) {
+            logits[row * static_cast<i64>(model.logits_stride) + column] = sum.x;
+            best[i].see(sum.x, column);
+          } else {
+            y += static_cast<float>(number<elem_t>(wanted[i].word));
+            store_word(at.stream() + row * hidden + column,
+                       tagged(static_cast<elem_t>(y), stream_tag + 1));
+          }
+        });
   }
 
   // 5. The largest of the block's; the last block has the largest of all.
@@ -321,7 +348,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     all = all.of_lanes<WARP_SIZE>();
     if (lane == 0) {
       largest[warp] = all.column;
-      if (model.advance) tokens[warp] = all.column, positions[warp] += active[warp];
+      if (model.advance > 0) positions[warp] += active[warp];
+      if (model.advance > 1) tokens[warp] = all.column;
     }
   }
   if (threadIdx.x < m) count_token(state, lengths, threadIdx.x);

@@ -22,6 +22,12 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// Of a map in global memory, which was copied there: what is there now counts, not what the copy engine
+// has seen before. Before the block's first copy. PTX ISA: fence.proxy.tensormap
+__device__ __forceinline__ void tma_acquire(const TensorMap& map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(&map) : "memory");
+}
+
 // The box at (x, y, z, w), x innermost, to `shared`; its bytes count on `barrier`.
 // PTX ISA: cp.async.bulk.tensor
 __device__ __forceinline__ void tma_load(u32 shared, const TensorMap& map, u32 barrier, int x,
@@ -31,6 +37,34 @@ __device__ __forceinline__ void tma_load(u32 shared, const TensorMap& map, u32 b
       "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
       "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
+}
+
+// The same of a tensor of three dimensions, and of two.
+__device__ __forceinline__ void tma_load(u32 shared, const TensorMap& map, u32 barrier, int x,
+                                         int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+__device__ __forceinline__ void tma_load(u32 shared, const TensorMap& map, u32 barrier, int x,
+                                         int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4}], [%2];" ::"r"(shared),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y)
+      : "memory");
+}
+
+// Such a box comes to L2.                            PTX ISA: cp.async.bulk.prefetch.tensor
+__device__ __forceinline__ void tma_prefetch_box(const TensorMap& map, int x, int y, int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map),
+               "r"(x), "r"(y), "r"(z));
+}
+__device__ __forceinline__ void tma_prefetch_box(const TensorMap& map, int x, int y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map),
+               "r"(x), "r"(y));
 }
 
 // The same to `shared` in each block of the cluster whose rank is a bit of `mask`: one read from L2

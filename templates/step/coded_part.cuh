@@ -26,7 +26,7 @@ struct CodedPart {
   __device__ __forceinline__ void multiply(float (&d)[4], int columns) const {
 #pragma unroll 1
     for (int at = 0; at < columns; at += GROUP) {
-      const uint4 first = codes(low + at / 2), second = codes(high + at / 2);
+      const uint4 first = codes(low ^ at / 2), second = codes(high ^ at / 2);
       float sums[2][4] = {};
 #pragma unroll
       for (int pair = 0; pair < Weights::STEPS / 2; ++pair) {

@@ -88,13 +88,12 @@ struct DecodeSpan {
   __device__ __forceinline__ int cached() const { return last - fresh; }
 };
 
-template <typename T, int D, int GROUP, int OWN, int WARPS, bool ROPE>
+template <typename T, int D, int GROUP, int OWN, int WARPS, int DEPTH, bool ROPE>
 struct DecodeHeads {
   static constexpr int SIZE = Vector<T>::SIZE, LANES = D / SIZE, KEYS = WARP_SIZE / LANES;
   static constexpr int THREADS = 32 * WARPS, WIDE = D + 2;
   static_assert(D % SIZE == 0 && WARP_SIZE % LANES == 0 && GROUP % OWN == 0, "groups of lanes");
   static constexpr int PARTS = GROUP / OWN;
-  static constexpr int DEPTH = OWN == 1 ? 5 : 2;  // keys of a group of lanes that are under way
   struct alignas(16) Shared {
     float q[OWN][D];
     T fresh[2][D];                 // the new token's key and value

@@ -8,8 +8,13 @@
 // are fp32; the variance is put together by Chan's formula of what each warp found of its numbers, the
 // distances from their own mean, so that threads meet once. Results are rounded to T once.
 //
-// Of RMSNorm in bf16 a row is x * weight alone (LATE): a product's sums are multiplied with rstd in the
-// end, so that nobody waits for statistics. fp16 has no room for numbers that are not normalised.
+// In bf16 a row is x * weight alone (LATE): a product's sums are multiplied with rstd in the end, so that
+// nobody waits for statistics. fp16 has no room for numbers that are not normalised. LayerNorm's weight
+// and bias are two rows more behind the tokens', EXTRA, and what they come to in the product
+//
+//   rstd * (sum of W * weight * x - mean * sum of W * weight) + sum of W * bias
+//
+// tells what is missing: there are eight columns for rows, however few tokens there are.
 //
 // The code is short rather than unrolled: all blocks go through it twice a layer, each time from memory.
 #pragma once
@@ -28,13 +33,14 @@ struct GatheredRows {
   static constexpr int THREADS = 32 * WARPS, SIZE = 4;  // numbers of an access
   // Accesses of a thread under way: of rows to normalise, (MOST_AHEAD) of longer ones that are taken as
   // they are, and those held in registers.
-  static constexpr int AHEAD = MOST < 2 ? 2 : 4, HELD = 2;
+  static constexpr int AHEAD = MOST < 2 ? 2 : MOST_AHEAD, HELD = 2;
   static constexpr int FULL_LOG2 = 10;  // of the numbers of all threads
-  static constexpr bool LATE = !CENTERED && SAME_TYPE<T, bf16>;
+  static constexpr bool LATE = SAME_TYPE<T, bf16> && (!CENTERED || MOST <= 6);
+  static constexpr int EXTRA = LATE && CENTERED ? 2 : 0;
   static_assert(THREADS * SIZE == 1 << FULL_LOG2, "eight warps");
   struct Shared {
     float4 of_warps[WARPS];  // sum, mean, squares, numbers
-    float squares[WARPS];    // LATE
+    float2 late[WARPS];      // LATE: sum, squares
   };
   Shared& shared;
   const u32 rows, factors;  // shared memory: [m][k + GATHERED_GAP]; of a norm weight [k], bias [k]
@@ -72,10 +78,12 @@ struct GatheredRows {
   // A norm's weights, which nobody writes: on their way while the rows are waited for.
   __device__ __forceinline__ void load_factors(const T* weight, const T* bias, int k) const {
     constexpr int CHUNK = 16 / sizeof(T);
-    if (LATE) return;
+    if (LATE && !CENTERED) return;
+    const u32 first = LATE ? rows + m * (k + GATHERED_GAP) * sizeof(T) : factors,
+              second = LATE ? first + (k + GATHERED_GAP) * sizeof(T) : factors + k * sizeof(T);
     for (int i = threadIdx.x * CHUNK; i < k; i += THREADS * CHUNK) {
-      cp_async_16(factors + i * sizeof(T), weight + i);
-      if (CENTERED) cp_async_16(factors + (k + i) * sizeof(T), bias + i);
+      cp_async_16(first + i * sizeof(T), weight + i);
+      if (CENTERED) cp_async_16(second + i * sizeof(T), bias + i);
     }
     cp_async_commit();
   }
@@ -89,20 +97,24 @@ struct GatheredRows {
       normalise_now(words, k, tag, scale, eps);
   }
 
-  // LATE: what sums of products with row `row` are to be multiplied with, when all have met.
-  // scale: 1 / k.
-  __device__ __forceinline__ float late(int row, float scale, float eps) const {
-    float squares = 0.f;
+  // LATE: a row's mean (RMSNorm: 0), and what sums of products with it are to be multiplied with, when
+  // all have met. scale: 1 / k.
+  __device__ __forceinline__ float2 late(int row, float scale, float eps) const {
+    float sum = 0.f, squares = 0.f;
 #pragma unroll
     for (int i = 0; i < WARPS; ++i)
-      if (i < 1 << warps_log2) squares += shared.squares[(row << warps_log2) + i];
-    return rsqrtf(squares * scale + eps);
+      if (i < 1 << warps_log2) {
+        const float2 own = shared.late[(row << warps_log2) + i];
+        sum += own.x, squares += own.y;
+      }
+    const float mean = CENTERED ? sum * scale : 0.f;
+    return {mean, rsqrtf(fmaxf(squares * scale - mean * mean, 0.f) + eps)};
   }
 
  private:
   __device__ __forceinline__ void multiply(const T* weight, const u32* words, int k,
                                            u32 tag) const {
-    float squares = 0.f;
+    float sum = 0.f, squares = 0.f;
     if (row < m) {
 #pragma unroll 1
       for (int at = first; at < k; at += step * AHEAD) {
@@ -114,12 +126,15 @@ struct GatheredRows {
         take<AHEAD>(words, k, tag, at, [&](int n, uint2 x, int i) {
           const float2 low = unpack2<T>(x.x), high = unpack2<T>(x.y);
           squares += low.x * low.x + low.y * low.y + (high.x * high.x + high.y * high.y);
+          if (CENTERED) sum += (low.x + low.y) + (high.x + high.y);
           write({multiply_pairs<T>(x.x, by[n].x), multiply_pairs<T>(x.y, by[n].y)}, i, k);
         });
       }
     }
     squares = lanes_sum<WARP_SIZE>(squares);
-    if (threadIdx.x % WARP_SIZE == 0) shared.squares[threadIdx.x / WARP_SIZE] = squares;
+    if (CENTERED) sum = lanes_sum<WARP_SIZE>(sum);
+    if (threadIdx.x % WARP_SIZE == 0) shared.late[threadIdx.x / WARP_SIZE] = {sum, squares};
+    if (CENTERED) cp_async_wait<0>();
   }
 
   __device__ __forceinline__ void normalise_now(const u32* words, int k, u32 tag, float scale,

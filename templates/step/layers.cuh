@@ -27,21 +27,10 @@ struct LayerWeights {
 // out once, when the kernel begins, to a list in shared memory.
 template <typename T>
 struct Product {
-  const T *weight, *bias, *norm, *norm_bias;  // null: there is none
-  const T* scales;                            // null: the weight is numbers
-  int begin, outputs;                         // of this block
-  u32 inverse;                                // see Quotient
+  const T *bias, *norm, *norm_bias;  // null: there is none
+  int begin, outputs;                // of this block
   int window;
-};
-
-// x / divisor for small x, by a product.
-struct Quotient {
-  static __device__ __forceinline__ u32 inverse(u32 divisor) {  // 0 stands for 1
-    return divisor == 1 ? 0 : 0xffffffffu / divisor + 1;
-  }
-  static __device__ __forceinline__ int of(int x, u32 inverse) {
-    return inverse == 0 ? x : __umulhi(x, inverse);
-  }
+  bool coded;  // the weight is codes of int4
 };
 
 template <typename T>
@@ -56,25 +45,22 @@ __device__ __forceinline__ Product<T> product_of(const T* weights, const LayerWe
   const LayerWeights::Affine &own = layer.product(kind),
                              &norm = kind == UP ? layer.mlp_norm : layer.norm;
   const bool normed = kind == QKV || kind == UP;
-  return {array_at(weights, own.weight),
-          array_at(weights, own.bias),
+  return {array_at(weights, own.bias),
           normed ? array_at(weights, norm.weight) : nullptr,
           normed ? array_at(weights, norm.bias) : nullptr,
-          array_at(weights, layer.scales[kind]),
           0,
           0,
-          0,
-          static_cast<int>(layer.window)};
+          static_cast<int>(layer.window),
+          layer.scales[kind] != LayerWeights::NONE};
 }
 
 // Outputs that a block has of a product. Where they do not divide, some blocks have one more: others by
 // each `turn`, so that all of them read as much in the end.
 template <typename T>
-__device__ __forceinline__ void share_out(Product<T>& product, int n, int parts, int turn) {
+__device__ __forceinline__ void share_out(Product<T>& product, int n, int turn) {
   const int blocks = gridDim.x, at = (blockIdx.x + turn * 29) % blocks;
   product.begin = static_cast<int>(static_cast<i64>(n) * at / blocks);
   product.outputs = static_cast<int>(static_cast<i64>(n) * (at + 1) / blocks) - product.begin;
-  product.inverse = Quotient::inverse(parts);
 }
 
 // `count` elements come to L2, a part of the lines by each block. By one warp.

@@ -12,12 +12,12 @@
 #include "step/gathered_rows.cuh"
 #include "step/weight_ring.cuh"
 
-template <typename T, typename Ring, int WARPS, int MOST, typename Meet>
+template <typename T, typename Ring, int WARPS, int MOST, int EXTRA, typename Meet>
 struct TileSums {
   static constexpr int TILE = Ring::ROWS, THREADS = 32 * WARPS, PLACES = 8;
   static constexpr int EACH = ceil_div(PLACES * TILE * MOST, THREADS);  // outputs of a thread
   struct Shared {
-    float sums[PLACES][WARPS][MOST][TILE];
+    float sums[PLACES][WARPS][MOST + EXTRA][TILE];
   };
   Ring& ring;
   Shared& shared;
@@ -30,13 +30,15 @@ struct TileSums {
   struct Work {
     int begin, outputs, log2, tiles;  // log2 of a tile's outputs
     bool coded, halves;
+    int extra;  // rows behind the tokens'
     __device__ __forceinline__ Work(const Product<T>& product, bool halves)
         : begin(product.begin),
           outputs(product.outputs),
           log2(halves ? 3 : 4),
           tiles((product.outputs + (1 << log2) - 1) >> log2),
-          coded(product.scales != nullptr),
-          halves(halves) {}
+          coded(product.coded),
+          halves(halves),
+          extra(product.norm != nullptr ? EXTRA : 0) {}
 
     // act(j, row, output, where its sums are) of those that this thread adds up, from tile `first` on.
     template <typename Act>
@@ -59,7 +61,7 @@ struct TileSums {
   __device__ __forceinline__ void product(const Work& work, u32 rows, int k, const Before& before,
                                           const After& after) const {
     const int lane = threadIdx.x % WARP_SIZE;
-    const int token = min(work.coded ? lane / 4 : lane % 8, m - 1);
+    const int token = min(work.coded ? lane / 4 : lane % 8, m - 1 + work.extra);
     const u32 x = rows + token * (k + GATHERED_GAP) * sizeof(T);
 #pragma unroll 1
     for (int first = 0; first < work.tiles; first += PLACES) {
@@ -72,7 +74,11 @@ struct TileSums {
       for (int tile = first; tile < end; ++tile) multiply(work, tile, tile - first, x, k);
       Meet()();  // sums are there
       work.each(first, m, [&](int j, int row, int column, int tile, int place) {
-        after(j, row, column, added_up(tile, row, place, work.halves));
+        float2 more[2] = {};
+        if (EXTRA > 0 && work.extra > 0)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) more[i] = added_up(tile, m + i, place, work.halves);
+        after(j, row, column, added_up(tile, row, place, work.halves), more);
       });
     }
   }
@@ -82,22 +88,22 @@ struct TileSums {
   __device__ __forceinline__ void multiply(const Work& work, int tile, int place, u32 x,
                                            int k) const {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    const int outputs = min(1 << work.log2, work.outputs - (tile << work.log2));
+    const bool both = work.halves || work.outputs - (tile << work.log2) > TILE / 2;
     const int columns = Ring::columns_of(work.coded), part = columns / WARPS;
     typename Ring::Sums sums = {};
 #pragma unroll 1
     for (int at = 0; at < k; at += columns) {
       mbarrier_wait(ring.full + 8 * ring.place.stage, ring.place.parity);
       const int own = at + warp * part;
-      ring.multiply(sums, outputs, work.halves, work.coded, x + own * sizeof(T),
-                    min(max(k - own, 0), part));
+      ring.multiply(sums, both, work.coded, x + own * sizeof(T), min(max(k - own, 0), part));
       __syncwarp();
       release(ring.place, ring.empty + 8 * ring.place.stage, lane == 0);
     }
+    const int own = Ring::row_of(lane, work.coded);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = lane % 4 * 2 + i % 2;
-      if (row < MOST) shared.sums[place][warp][row][lane / 4 + i / 2 * 8] = sums.total(i);
+      if (row < MOST + EXTRA) shared.sums[place][warp][row][own + i / 2 * 8] = sums.total(i);
     }
   }
 

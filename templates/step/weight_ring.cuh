@@ -1,57 +1,61 @@
 // Weights on their way through a block's shared memory, product after product, in one order that both
-// ends know: a producer warp asks for them as soon as there is room, also past the barriers at which
+// ends know: producer warps ask for them as soon as there is room, also past the barriers at which
 // the others wait for what the next product is to be multiplied with.
-//
-// A stage is multiplied by all warps that compute, each of which has a part of its columns
-// (step/tile_sums.cuh).
 //
 // A product [n, k] has its outputs shared out over the blocks, and a block takes its own by tiles of
 // 16 rows of the weight (halves: 8 of the gate and the same 8 of up), COLUMNS at a time:
 //
-//   stage   [16 rows][COLUMNS + a gap of 16 bytes]: 16 bytes of eight rows meet all banks (ldmatrix)
 //   order   tile 0: columns 0 ... COLUMNS - 1, then the next ones up to k; tile 1; ...; next product
 //
-// Of a weight of int4 codes a stage has four times as many columns, behind each row its scales, one of
-// 128 codes (step/coded_part.cuh).
+// A stage is two boxes of a tensor map, of 8 rows each, which two warps ask for: one copy starts in
+// 40 ns whatever its size. Dimensions of the map are 64 columns, all rows, and k / 64 such groups:
 //
-// Rows that a tile has not are not copied; the last one stands for them, and sums go nowhere. A row's
-// piece is one bulk copy, and a warp starts one after the other, so FETCHERS warps share the rows. No more than FLIGHT stages
-// are asked for and not there yet: what is asked for beyond what memory needs to be busy stands in
-// its queues, and what the others read and write waits behind it.
+//   stage   [2 halves][COLUMNS / 64 groups][8 rows][64 columns], 128-byte swizzle (ptx/tma.cuh): 16
+//           bytes of eight rows meet all banks (ldmatrix)
+//
+// All warps that compute multiply it, each of which has a part of its columns (step/tile_sums.cuh).
+// Groups behind the end of k come as zeros; rows behind a block's last one come, too, and their sums go
+// nowhere; a half without rows does not.
+//
+// Of a weight of int4 codes four codes stand where there is a number, so a stage has four times as
+// many columns; their scales, one of 128 codes, come by boxes of a map of their own, [2][8 rows] behind
+// all stages (step/coded_part.cuh).
+//
+// No more than FLIGHT stages are asked for and not there yet: what is asked for beyond what memory
+// needs to be busy stands in its queues, and what the others read and write waits behind it. With ASKS,
+// while the ring is full, up to AHEAD stages more come to L2, of which NEAR may be under way.
 #pragma once
-#include "ptx/bulk.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/tma.cuh"
 #include "step/coded_part.cuh"
 #include "step/layers.cuh"
 #include "tile/ring.cuh"
 
-template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, int FETCHERS, bool CODES>
+template <typename T, int COLUMNS, int STAGES, int FLIGHT, bool ASKS, int WARPS, bool CODES>
 struct WeightRing {
-  static constexpr int ROWS = 16, SPAN = 32, SIZE = STAGES;
-  static constexpr int PART = COLUMNS / WARPS;            // columns of a warp in a stage
-  static constexpr int BYTES = COLUMNS * sizeof(T);       // of a row in a stage
-  static constexpr int PITCH = BYTES + 16;                // of numbers
-  static constexpr int CODED = 4 * COLUMNS;               // columns of a stage of codes
-  static constexpr int SCALES = CODED / 128 * sizeof(T);  // bytes of a row's scales there
-  static constexpr int CODED_PITCH = BYTES + 64;
-  static constexpr int STAGE = ROWS * (CODES ? CODED_PITCH : PITCH);
-  static constexpr int CODED_PART = CODED / WARPS;
+  static constexpr int ROWS = 16, SPAN = 32, SIZE = STAGES, FETCHERS = 2;
+  static constexpr int GROUP = 64, GROUP_BYTES = 8 * GROUP * sizeof(T);
+  static constexpr int GROUPS = COLUMNS / GROUP;     // of a stage
+  static constexpr int PART = COLUMNS / WARPS;       // columns of a warp in a stage
+  static constexpr int HALF = GROUPS * GROUP_BYTES;  // bytes of eight rows in a stage
+  static constexpr int STAGE = 2 * HALF;
+  static constexpr int CODED = 4 * COLUMNS, CODED_PART = CODED / WARPS;  // columns of codes
+  static constexpr int SCALES = CODED / 128;                             // of a row in a stage
+  static constexpr int SCALE_PITCH = SCALES * sizeof(T), SCALE_HALF = 8 * SCALE_PITCH;
+  static constexpr int MAPS = CODES ? 2 : 1;  // of a product
   // Stages that may come to L2 before they have room in the ring.
-  static constexpr int AHEAD = 14 * 512 / COLUMNS;
+  static constexpr int AHEAD = ASKS ? 14 * 512 / COLUMNS : 0;
   static constexpr int PAUSES = 2, PAUSE = 256;  // between two of these; nanoseconds
   static constexpr int NEAR = FLIGHT + 2 < STAGES ? FLIGHT + 2 : FLIGHT;  // under way, of those
-  static_assert(PART % SPAN == 0, "whole spans; eight rows meet all banks");
-  static_assert(!CODES || (CODED_PART % 128 == 0 && SCALES % 16 == 0 && SCALES < 64),
-                "whole groups");
-  static_assert(NEAR < STAGES && ROWS % FETCHERS == 0, "stages under way; equal shares of rows");
-  const u32 stages;       // shared memory
+  static_assert(COLUMNS % GROUP == 0 && PART % SPAN == 0, "whole groups and spans");
+  static_assert(!CODES || (CODED_PART % 128 == 0 && SCALE_HALF % 128 == 0), "whole groups");
+  static_assert(NEAR < STAGES && FLIGHT < STAGES, "stages under way");
+  const u32 stages;       // shared memory, a multiple of 1024
   const u32 full, empty;  // mbarriers, 8 bytes each
   RingPlace<STAGES> place,
       landing;  // the next stage; the first one that may be under way (fetching)
   int under_way = 0;
-  // Stages that were asked to come to L2, from the next one of the ring on, and the one behind them.
-  int lead = 0, next_product = 0, next_stage = 0;
 
   __device__ __forceinline__ WeightRing(u32 stages, u32 barriers)
       : stages(stages), full(barriers), empty(barriers + 8 * STAGES) {}
@@ -68,41 +72,54 @@ struct WeightRing {
     return CODES && coded ? CODED : COLUMNS;
   }
 
-  // A block's rows of a weight [n, k], or with `halves` of both parts of one of [2 n, k].
-  struct Source {
-    const Product<T>* product;
-    int n, k, log2, parts, all;  // log2 of a tile's outputs; stages of a tile, of all
+  // Along a block's part of all products, stage by stage, for one half of each.
+  struct Way {
+    const TensorMap* map;
+    int p, tiles;        // the product; tiles that are left of it, with this one
+    int row, end, step;  // of the tensor, of which there are rows before `end`
+    int group, groups;   // of 64 columns
     bool coded;
 
-    __device__ __forceinline__ Source(const Product<T>& product, int n, int k, bool halves)
-        : product(&product),
-          n(n),
-          k(k),
-          log2(halves ? 3 : 4),
-          coded(CODES && product.scales != nullptr) {
-      parts = ceil_div(k, columns_of(coded));
-      all = ((product.outputs + (1 << log2) - 1) >> log2) * parts;
+    // Before the first stage of product p.
+    __device__ __forceinline__ void enter(const Product<T>& product, const TensorMap* maps, int at,
+                                          int half, int n, int k, bool halves) {
+      p = at, map = maps + at * MAPS, coded = CODES && product.coded;
+      step = halves ? 8 : 16, tiles = (product.outputs + step - 1) / step;
+      row = product.begin + half * (halves ? n : 8);
+      end = product.begin + product.outputs + (halves ? half * n : 0);
+      group = 0, groups = ceil_div(coded ? k / 4 : k, GROUP);
+    }
+    // To the next stage; whether there is one of the same product.
+    __device__ __forceinline__ bool next() {
+      group += GROUPS;
+      if (group < groups) return true;
+      group = 0, row += step;
+      return --tiles > 0;
+    }
+    __device__ __forceinline__ bool has() const { return row < end; }
+    __device__ __forceinline__ void load(u32 target, u32 scales, u32 barrier) const {
+      if (!has()) return mbarrier_arrive(barrier);
+      mbarrier_expect(barrier, HALF + (coded ? SCALE_HALF : 0));
+      tma_load(target, map[0], barrier, 0, row, group);
+      if (coded) tma_load(scales, map[1], barrier, group * 2, row);
+    }
+    __device__ __forceinline__ void prefetch() const {
+      if (!has()) return;
+      tma_prefetch_box(map[0], 0, row, group);
+      if (coded) tma_prefetch_box(map[1], group * 2, row);
     }
   };
 
-  // The p-th of so many products, all of which are fetched one after the other. source_of(p): its
-  // Source. By the warps that fetch.
-  template <typename SourceOf>
-  __device__ __forceinline__ void fetch(int p, int products, const SourceOf& source_of) {
-    const int lane = threadIdx.x % WARP_SIZE;
-    const Source source = source_of(p);
+  // The stages of a product that `own` has entered, where `ahead` is `lead` stages in front of `own`. enter(way, p): to a
+  // product's first stage; whether there is one. By a thread of each warp that fetches.
+  template <typename Enter>
+  __device__ __forceinline__ void fetch(Way& own, Way& ahead, int& lead, const Enter& enter) {
+    const int half = (threadIdx.x / WARP_SIZE - WARPS) & 1;
+    bool more;
 #pragma unroll 1
-    for (int i = 0; i < source.all; ++i) {
-      const Piece piece(source, i);
-      if (lead == 0) next_product = p, next_stage = i;
-      wait_for_place(empty + 8 * place.stage, place.parity ^ 1, [&] {
-        if (next_product == products) return false;
-        const Source next = source_of(next_product);
-        Piece(next, next_stage).prefetch();
-        ++lead;
-        if (++next_stage == next.all) next_stage = 0, ++next_product;
-        return lead < AHEAD;
-      });
+    do {
+      if (lead == 0) ahead = own;
+      wait_for_place(ahead, lead, enter);
       const int most = lead > 0 ? NEAR : FLIGHT;
       lead = max(lead - 1, 0);
 #pragma unroll 1
@@ -111,17 +128,12 @@ struct WeightRing {
         landing.advance();
       }
       ++under_way;
-      const u32 barrier = full + 8 * place.stage;
-      const int rows = __popc(__ballot_sync(FULL_MASK, piece.has));
-      if (lane == 0) mbarrier_expect(barrier, (piece.bytes + piece.scale_bytes) * rows);
-      __syncwarp();
-      const u32 target =
-          stages + place.stage * STAGE + piece.own * (source.coded ? CODED_PITCH : PITCH);
-      if (piece.has) bulk_load(target, piece.source, piece.bytes, barrier);
-      if (source.coded && piece.has)
-        bulk_load(target + BYTES, piece.scales, piece.scale_bytes, barrier);
+      own.load(stages + place.stage * STAGE + half * HALF,
+               stages + STAGES * STAGE + (place.stage * 2 + half) * SCALE_HALF,
+               full + 8 * place.stage);
       place.advance();
-    }
+      more = own.next();
+    } while (more);
   }
 
   // Of a warp and one tile; of numbers four, none of which waits for another.
@@ -132,42 +144,55 @@ struct WeightRing {
     }
   };
 
-  // sums += this warp's part of the stage, of so many outputs and columns, times up to eight rows of x.
-  // x: where the part begins in the lane's row: of numbers lane % 8's, of codes lane / 4's.
-  __device__ __forceinline__ void multiply(Sums& sums, int outputs, bool halves, bool coded, u32 x,
+  // Which of eight rows are a lane's sums: of codes, since four lanes' 16 bytes of rows r and r + 4
+  // meet all banks, those of r and r + 1 do not.
+  static __device__ __forceinline__ int row_of(int lane, bool coded) {
+    const int row = lane / 4;
+    return CODES && coded ? row % 2 * 4 + row / 2 : row;
+  }
+
+  // sums += this warp's part of the stage, of one half or both and so many columns, times up to eight
+  // rows of x. x: where the part begins in the lane's row: of numbers lane % 8's, of codes lane / 4's.
+  __device__ __forceinline__ void multiply(Sums& sums, bool both, bool coded, u32 x,
                                            int columns) const {
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, last = outputs - 1;
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const u32 tile = stages + place.stage * STAGE;
-    const auto row = [&](int i) {  // rows that the tile has not are the last one's
-      return halves ? min(i % 8, last) + i / 8 * 8 : min(i, last);
-    };
     if constexpr (CODES) {
       if (coded) {
-        const u32 low = tile + row(lane / 4) * CODED_PITCH,
-                  high = tile + row(lane / 4 + 8) * CODED_PITCH;
-        const u32 codes = warp * CODED_PART / 2 + lane % 4 * 16,
-                  scales = BYTES + warp * CODED_PART / 64;
-        const CodedPart<T> part = {low + codes,   high + codes,      low + scales,
-                                   high + scales, x + lane % 4 * 64, lane % 4 >= 2};
+        constexpr int CHUNKS = CODED_PART / 32;  // of 16 bytes
+        const int row = row_of(lane, true), chunk = warp * CHUNKS;
+        const u32 low =
+            tile + chunk / 8 * GROUP_BYTES + row * 128 + ((chunk % 8 + lane % 4) ^ row) * 16;
+        const u32 scales = stages + STAGES * STAGE + place.stage * 2 * SCALE_HALF +
+                           row * SCALE_PITCH + warp * CODED_PART / 64;
+        const CodedPart<T> part = {low,
+                                   low + (both ? HALF : 0),
+                                   scales,
+                                   scales + (both ? SCALE_HALF : 0),
+                                   x + lane % 4 * 64,
+                                   lane % 4 >= 2};
         part.multiply(sums.d[0], columns);
         return;
       }
     }
-    const u32 own = tile + row(lane % ROWS) * PITCH + lane / ROWS * 16;
-    multiply_numbers(sums, own + warp * PART * sizeof(T), x + lane / 8 * 16, columns);
+    const int row = lane % 8, second = both ? lane / 8 % 2 : 0;
+    multiply_numbers(sums, tile + second * HALF + row * 128 + ((lane / ROWS) ^ row) * 16,
+                     x + lane / 8 * 16, warp * (PART / SPAN), columns);
   }
 
  private:
-  // weights, x: the lane's addresses for ldmatrix, the latter of 32 columns of eight rows.
-  static __device__ __forceinline__ void multiply_numbers(Sums& sums, u32 weights, u32 x,
+  // weights, x: the lane's addresses for ldmatrix, of 16 columns of 16 rows (first: of which span) and
+  // of 32 columns of eight rows.
+  static __device__ __forceinline__ void multiply_numbers(Sums& sums, u32 weights, u32 x, int first,
                                                           int columns) {
-    const auto span = [&](int i, float (&first)[4], float (&second)[4]) {
+    const auto span = [&](int i, float (&one)[4], float (&two)[4]) {
       u32 low[4], high[4], own[4];
-      ldmatrix_x4(low, weights + i * 2 * SPAN);
-      ldmatrix_x4(high, weights + i * 2 * SPAN + SPAN);
+      const u32 at = (weights + (first + i) / 2 * GROUP_BYTES) ^ ((first + i) % 2 * 64);
+      ldmatrix_x4(low, at);
+      ldmatrix_x4(high, at ^ SPAN);
       ldmatrix_x4(own, x + i * 2 * SPAN);
-      mma_m16n8k16<T>(first, low, own[0], own[1]);
-      mma_m16n8k16<T>(second, high, own[2], own[3]);
+      mma_m16n8k16<T>(one, low, own[0], own[1]);
+      mma_m16n8k16<T>(two, high, own[2], own[3]);
     };
     if (columns == PART) {
 #pragma unroll
@@ -178,50 +203,23 @@ struct WeightRing {
     }
   }
 
-  // What this lane copies of a product's i-th stage.
-  struct Piece {
-    int own;  // row of a tile
-    bool has;
-    int bytes, scale_bytes = 0;
-    const void *source, *scales = nullptr;
-    __device__ __forceinline__ Piece(const Source& of, int i) {
-      const Product<T>& product = *of.product;
-      const int lane = threadIdx.x % WARP_SIZE, fetcher = threadIdx.x / WARP_SIZE - WARPS;
-      const int tile = Quotient::of(i, product.inverse),
-                at = (i - tile * of.parts) * columns_of(of.coded);
-      own = lane * FETCHERS + fetcher;
-      const int output = (tile << of.log2) + (own & ((1 << of.log2) - 1));
-      has = own < ROWS && output < product.outputs;
-      const int columns = min(columns_of(of.coded), of.k - at);
-      const i64 row = has ? product.begin + output + (own >> of.log2 ? of.n : 0) : 0;
-      const i64 first = row * of.k + at;
-      bytes = of.coded ? columns / 2 : columns * static_cast<int>(sizeof(T));
-      source = product.weight + (of.coded ? first / 4 : first);  // a T is as large as four codes
-      if (!of.coded) return;
-      const int groups = ceil_div(of.k, 1024) * 8;  // of a row, with what fills it
-      scale_bytes = ceil_div(columns, 1024) * 16;
-      scales = product.scales + row * groups + at / 128;
-    }
-    __device__ __forceinline__ void prefetch() const {
-      if (!has) return;
-      bulk_prefetch(source, bytes);
-      if (scale_bytes > 0) bulk_prefetch(scales, scale_bytes);
-    }
-  };
-
   // While there is no room in the ring memory has nothing to do, since the others wait for one another's
   // numbers: what comes behind is asked to come to L2, stage by stage, slowly, so that what the others
-  // read and write does not stand behind it. ask(): the next stage; whether there is another one.
-  template <typename Ask>
-  static __device__ __forceinline__ void wait_for_place(u32 barrier, int parity, const Ask& ask) {
-    if (__all_sync(FULL_MASK, mbarrier_test(barrier, parity))) return;
-    bool more = true;
+  // read and write does not stand behind it.
+  template <typename Enter>
+  __device__ __forceinline__ void wait_for_place(Way& ahead, int& lead, const Enter& enter) const {
+    const u32 barrier = empty + 8 * place.stage;
+    const int parity = place.parity ^ 1;
+    if (mbarrier_test(barrier, parity)) return;
 #pragma unroll 1
-    while (more) {
-      more = ask();
+    while (lead < AHEAD) {
+      if (ahead.tiles <= 0 && !enter(ahead, ahead.p + 1)) break;
+      ahead.prefetch();
+      ahead.next();
+      ++lead;
 #pragma unroll 1
       for (int i = 0; i < PAUSES; ++i) {
-        if (__all_sync(FULL_MASK, mbarrier_test(barrier, parity))) return;
+        if (mbarrier_test(barrier, parity)) return;
         __nanosleep(PAUSE);
       }
     }

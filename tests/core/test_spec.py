@@ -177,6 +177,6 @@ def test_arguments_are_maps_then_pointers_then_numbers():
             found = re.search(rf"__global__[^;{{]*?\b{spec.entry}\(([^{{]*)\)\s*{{", text)
             assert found, spec.id
             said = found[1].split(",")
-            kinds = ("m" if "TensorMap" in one else "p" if "*" in one else "n" for one in said)
+            kinds = ("p" if "*" in one else "m" if "TensorMap" in one else "n" for one in said)
             orders.setdefault("".join(kind for kind, _ in itertools.groupby(kinds)), spec.id)
     assert orders.keys() <= {"mpn", "pn", "p", "mn", "mp"}, orders

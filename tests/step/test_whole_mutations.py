@@ -12,6 +12,7 @@ from tests.core.test_mutations import KINDS, outcome
 
 K, T = "kernels_cu/step/whole.cu", "templates/step/"
 SMALL = {"kernel": "decode_step.whole", "params": {"head_dim": 16, "norm": "rms"}}
+LAYER = {"kernel": "decode_step.whole", "params": {"head_dim": 16, "norm": "layer"}}
 CODED = {"kernel": "decode_step.whole", "params": {"head_dim": 32, "codes": True}}
 
 BUGS = (
@@ -19,8 +20,8 @@ BUGS = (
         "mbarrier_wait(ring.full + 8 * ring.place.stage, ring.place.parity);", "", by="race",
         **SMALL),
     Bug("a stage fetched before it is free", T + "weight_ring.cuh",
-        "if (__all_sync(FULL_MASK, mbarrier_test(barrier, parity))) return;\n    bool more = true;",
-        "return;\n    bool more = true;", by="race", **SMALL),
+        "if (mbarrier_test(barrier, parity)) return;\n#pragma unroll 1\n    while (lead",
+        "return;\n#pragma unroll 1\n    while (lead", by="race", **SMALL),
     Bug("sums added up before all are there", T + "tile_sums.cuh",
         "Meet()();  // sums are there", "", by="race", **SMALL),
     Bug("sums left where others are added up", T + "tile_sums.cuh",
@@ -36,13 +37,20 @@ BUGS = (
         "if (key + i * STEP == cached && span.fresh)", "if (false)", by="numbers", **SMALL),
     Bug("a key beyond the window", T + "decode_heads.cuh", "max(item.keys - window, 0)",
         "max(item.keys - window - 1, 0)", by="numbers", **SMALL),
-    Bug("half of a tile's second rows", T + "weight_ring.cuh", "min(i % 8, last) + i / 8 * 8",
-        "min(i % 8, last)", by="numbers", **SMALL),
-    Bug("codes by another group's scale", T + "weight_ring.cuh", "BYTES + warp * CODED_PART / 64",
-        "BYTES", by="numbers", **CODED),
-    Bug("rows not normalised", K, "sum.x *= by, sum.y *= by;", "", by="numbers", **CODED),
-    Bug("scales not waited for", T + "weight_ring.cuh", "(piece.bytes + piece.scale_bytes) * rows",
-        "piece.bytes * rows", by="barrier", **CODED),
+    Bug("half of a tile's second rows", T + "weight_ring.cuh", "both ? lane / 8 % 2 : 0", "0",
+        by="numbers", **SMALL),
+    Bug("columns where another swizzle has them", T + "weight_ring.cuh", "at ^ SPAN", "at + SPAN",
+        by="race", **SMALL),
+    Bug("another tile's rows", T + "weight_ring.cuh", "group = 0, row += step;",
+        "group = 0, row += 8;", by="numbers", **SMALL),
+    Bug("codes by another group's scale", T + "weight_ring.cuh",
+        "row * SCALE_PITCH + warp * CODED_PART / 64", "row * SCALE_PITCH", by="numbers", **CODED),
+    Bug("rows not normalised", K, "sum.x *= by.y, sum.y *= by.y;", "", by="numbers", **CODED),
+    Bug("a mean left in", K, "sum.x -= by.x * more[0].x", "sum.x -= 0.f", by="numbers", **LAYER),
+    Bug("a norm's bias not waited for", T + "gathered_rows.cuh",
+        "if (CENTERED) cp_async_wait<0>();", "", by="race", **LAYER),
+    Bug("scales not waited for", T + "weight_ring.cuh", "HALF + (coded ? SCALE_HALF : 0)",
+        "HALF", by="barrier", **CODED),
     Bug("codes in another order than x", T + "coded_part.cuh", "(turned ? pair ^ 1 : pair)",
         "pair", by="numbers", **CODED),
     Bug("a warp's sums left out", T + "tile_sums.cuh", "for (int w = 0; w < WARPS; ++w)",

@@ -16,13 +16,13 @@ class Arg:
     """One kernel argument.
 
     `value`: an array (passed as a pointer to its first element; any strides, only its own bytes
-    are valid memory), a typed NumPy scalar, raw bytes in the parameter's layout (a struct), or a
-    TensorMap (for a `const __grid_constant__ CUtensorMap`).
+    are valid memory), a typed NumPy scalar, raw bytes in the parameter's layout (a struct), a
+    TensorMap (for a `const __grid_constant__ CUtensorMap`), or several (`const CUtensorMap*`).
     `writable`: whether the kernel may write the array; if so the caller's array is changed.
     """
 
     name: str
-    value: np.ndarray | np.generic | bytes | TensorMap
+    value: np.ndarray | np.generic | bytes | TensorMap | tuple[TensorMap, ...]
     writable: bool = False
 
 
@@ -55,6 +55,10 @@ class Placing:
             return value
         if isinstance(value, TensorMap):
             return self._bind(argument, value)
+        if isinstance(value, tuple):
+            handles = b"".join(self._bind(argument, one) for one in value)
+            raw = np.frombuffer(handles, np.uint8)
+            return np.uint64(self.arena.add(argument.name, raw, writable=False).address).tobytes()
         if not isinstance(value, np.ndarray):
             return value.tobytes()
         one = self._place(argument, value)

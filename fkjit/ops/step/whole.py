@@ -14,16 +14,19 @@ from fkjit.ops.kv.problem import LAYOUTS, page_shape
 from fkjit.ops.op.checks import check_dtype, check_same_dtype, check_shape
 from fkjit.ops.op.op import Launch, Op, Output, Request
 from fkjit.ops.step import whole_kernel as kernel
-from fkjit.ops.step.whole_kernel import GROUPS, HEAD_DIMS, KERNEL, LAYER_WORDS, NONE, ROWS, SCALES
-from fkjit.runtime import abstract
+from fkjit.ops.step.whole_kernel import GROUPS, HEAD_DIMS, KERNEL, ROWS, Ring
+from fkjit.ops.step.whole_maps import LAYER_WORDS, MAP_WORDS, NONE, SCALES, tensor_maps
+from fkjit.runtime import abstract, interop
 from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import CPU, View
+from fkjit.runtime.tensor_map import MapTable
 
 _CALL = "decode_step"
 _SPAN, _GROUP = 32, 128  # columns of a weight that a warp takes at a time; of codes
+_MAPPED = 64  # elements of 16 bits of a row that stand side by side in a stage
 _CPU_BLOCKS = 4
+_WIDE = 2048  # models of this width lose by what L2 is asked for, smaller ones gain
 _ITEMS = 4  # of a query head, at least, where it has items of its own
-Ring = tuple[int, int, int, int]
 
 
 class LayerArrays(NamedTuple):
@@ -50,10 +53,9 @@ class LayerArrays(NamedTuple):
 
 class Model(NamedTuple):
     """What a step's kernel is made for. heads_q, heads_kv, head_dim, mlp, eps: as a ModelConfig's.
-    advance: whether tokens and positions become the next ones, by the largest logits. codes: some
+    advance: 1: positions become the next ones; 2: tokens, too, by the largest logits. codes: some
     weights of layers are of int4. long: sequences may be long, so that keys are read once rather
-    than for each query head. ring: columns of a stage, stages, those under way, warps that
-    fetch; None: the usual."""
+    than for each query head. ring: one of whole_kernel.RINGS; None: the usual."""
 
     heads_q: int
     heads_kv: int
@@ -64,14 +66,16 @@ class Model(NamedTuple):
     eps: float
     layout: str
     page_size: int
-    advance: bool = False
+    advance: int = 0
     codes: bool = False
     long: bool = False
     ring: Ring | None = None
 
 
 class Arrays(NamedTuple):
-    """tokens int64, positions, active and rows int32 [m]; rows below 0 are no sequences. embedding
+    """maps: on a GPU of the weights, as `map_words` has them; else None.
+
+    tokens int64, positions, active and rows int32 [m]; rows below 0 are no sequences. embedding
     and head [vocabulary, hidden]; with head_scales the head is codes of int4, as in LayerArrays, as
     elements of 16 bits. weights: where all arrays of the layers are, by table_of_layers,
     int64 [layers, LAYER_WORDS] (`layer_table`). exchange: int32, `exchange_words` zeros when it is
@@ -96,6 +100,7 @@ class Arrays(NamedTuple):
     lengths: Any
     pages: Any
     exchange: Any
+    maps: Any = None
 
 
 def layer_table(base: int, layers: list[LayerArrays], windows: list[int | None]) -> np.ndarray:
@@ -117,6 +122,18 @@ def scales_columns(columns: int) -> int:
     return -(-columns // (8 * _GROUP)) * 8
 
 
+def map_words(arrays: Arrays, model: Model, table: np.ndarray) -> np.ndarray:
+    """int64 [4 layers + 1, 16], of a model with codes twice as many rows: tensor maps of all
+    weights, for `Arrays.maps`. table: `arrays.table_of_layers` on the host. Of arrays on a GPU."""
+    given = {name: x for name, x in arrays._asdict().items() if x is not None}
+    views = {name: interop.view(x, _CALL, name) for name, x in given.items()}
+    launch = _check(views, *model).launches[0]
+    named = {name: interop.Pointer(views.get(name)) for name in ("weights", "head", "head_scales")}
+    made = tensor_maps(launch.problem, table, named, launch.params["ring"][0])
+    words = np.frombuffer(MapTable(tuple(made)).encode(), np.int64)
+    return words.reshape(-1, MAP_WORDS)
+
+
 def blocks_on(device: int) -> int:
     """That run at the same time on a CUDA device, or in the interpreter (CPU)."""
     return _CPU_BLOCKS if device == CPU else multiprocessors(device)
@@ -129,16 +146,18 @@ def fits(model: Model, rows: int, hidden: int, layers: int, arch: Arch, blocks: 
     return (
         rows * model.heads_kv <= blocks and rest == 0 and group in GROUPS
         and model.head_dim in HEAD_DIMS
-        and not any(wide % _spans(model) for wide in widths) and min(widths) >= blocks
+        and all(_whole(model, wide) for wide in widths) and min(widths) >= blocks
         and (model.activation, model.gate) in SHIPPED
         and kernel.KERNEL.features({}) <= arch.features
         and _variant(model, rows, hidden, layers, "layer", blocks) is not None
     )  # fmt: skip
 
 
-def _spans(model: Model) -> int:
-    """Columns of which products have whole numbers."""
-    return _GROUP if model.codes else _SPAN
+def _whole(model: Model, wide: int) -> bool:
+    """Whether rows of so many columns are whole spans, and whole lines of a tensor map."""
+    elements = wide // 4 if model.codes else wide
+    fits = elements % _MAPPED == 0 or elements < _MAPPED
+    return fits and wide % (_GROUP if model.codes else _SPAN) == 0 and wide % _MAPPED in (0, wide)
 
 
 def splits_of(model: Model, rows: int, blocks: int) -> int:
@@ -195,11 +214,13 @@ def _variant(
         return None
     group, dim = model.heads_q // model.heads_kv, model.head_dim
     widest = max(hidden, model.mlp, model.heads_q * dim)
+    normed = (most + kernel.extra_rows(norm, most)) * (hidden + kernel.ROW_GAP)
+    widest = max(widest, -(-normed // most) - kernel.ROW_GAP)
     own = own_heads(model, rows, blocks)
     room = kernel.room_for(most, widest, dim, own, aside)
     if room is None:
         return None
-    space = kernel.ring_bytes(most, room)
+    space = kernel.ring_bytes(norm, most, room)
     rings = kernel.RINGS if model.ring is None else (model.ring,)
     fitting = [one for one in rings if kernel.ring_fits(one, model.codes, space)]
     ring = min(fitting, key=lambda one: hidden % one[0] > 0, default=None)  # the first whole one
@@ -207,7 +228,7 @@ def _variant(
         return None
     return {"most": most, "room": room, "aside": aside, "ring": ring, "group": group,
             "own": own, "head_dim": dim, "activation": model.activation, "gate": model.gate,
-            "codes": model.codes}  # fmt: skip
+            "codes": model.codes, "ahead": hidden < _WIDE}  # fmt: skip
 
 
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:
@@ -231,12 +252,13 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     norm, blocks = "layer" if "norm_bias" in seen else "rms", blocks_on(seen["tokens"].device)
     variant = _variant(model, m, hidden, layers, norm, blocks)
     widths = (hidden, model.mlp, model.heads_q * model.head_dim)
-    span = _spans(model)
-    refused = any(one % span or one < blocks for one in widths) or m * model.heads_kv > blocks
+    whole = all(_whole(model, one) and one >= blocks for one in widths)
+    refused = not whole or m * model.heads_kv > blocks
     if variant is None or refused:
         raise ParameterError(
             f"{_CALL}: no kernel for {m} sequences of widths {widths}; allowed: up to {ROWS[-1]}, "
-            f"multiples of {span} columns, as many as multiprocessors, no more heads than those, "
+            f"multiples of {_MAPPED} columns (codes of {4 * _MAPPED}), as many as "
+            "multiprocessors, no more heads than those, "
             "rows that fit into shared memory"
         )
     words = exchange_words(model, m, hidden, blocks)
@@ -246,6 +268,7 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     problem = {
         "m": m, "layers": layers, "hidden": hidden, "vocabulary": vocabulary, "dtype": dtype,
         **model._asdict(), "norm": norm, "rope": "table" in seen,
+        "head_coded": "head_scales" in seen,
         "blocks": blocks, "splits": splits_of(model, m, blocks),
         "table_rows": seen["table"].shape[0] if "table" in seen else 0,
         "max_sequences": seen["page_table"].shape[0], "max_pages": seen["page_table"].shape[1],
@@ -288,6 +311,8 @@ def _check_arrays(seen: Mapping[str, View], model: Model, m: int, hidden: int, l
         wanted["head_scales"] = ((vocabulary, scales_columns(hidden)), None)
         if not model.codes:
             raise ParameterError(f"{_CALL}: head_scales of a model without codes; allowed: None")
+    if "maps" in seen:
+        wanted["maps"] = (((4 * layers + 1) * (1 + model.codes), MAP_WORDS), "int64")
     if "norm_bias" in seen:
         wanted["norm_bias"] = ((hidden,), None)
     if "position_embedding" in seen:
@@ -319,6 +344,6 @@ def _contiguous(view: View) -> bool:
 
 _OP = Op(
     _CALL, inputs=Arrays._fields, outputs=("logits", "largest"), check=_check,
-    optional=("position_embedding", "norm_bias", "head_scales", "table"),
+    optional=("position_embedding", "norm_bias", "head_scales", "table", "maps"),
     written=("tokens", "positions", "lengths", "pages", "exchange"),
 )  # fmt: skip

@@ -10,7 +10,8 @@ import numpy as np
 
 from fkjit.ops.gemm.cases import TOLERANCE, activated
 from fkjit.ops.rope.frequencies import rope_table
-from fkjit.ops.step.whole_kernel import LAYER_WORDS, NONE, SCALES, exchange_places
+from fkjit.ops.step.whole_kernel import exchange_places
+from fkjit.ops.step.whole_maps import LAYER_WORDS, NONE, SCALES
 from fkjit.runtime.interop import numpy_dtype
 from fkjit.spec import Arrays, Params, Problem, Verification
 
@@ -38,15 +39,20 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
         heads_kv += 1
     if params["codes"]:
         heads_kv = max(1, _GROUP // (group * dim))
-    hidden, mlp = (256, 1024) if full else (128, 256) if params["codes"] else (64, 288)
+    unit = 256 if params["codes"] else 64  # columns that tensor maps have whole lines of
+    while (wide := heads_kv * group * dim) % unit and wide != unit // 2:
+        heads_kv += 1
+    blocks = max(blocks, heads_kv * group // params["own"])
+    hidden, mlp = (256, 1024) if full else (128, 256) if params["codes"] else (64, 320)
     said = {name: params[name] for name in ("dtype", "norm", "rope", "activation", "gate", "codes")}
     found = []
     for m, window, biased in ((1, 5, True), (params["most"], 0, False)):
         found.append({
             **said, "m": m, "layers": 2, "hidden": hidden, "mlp": mlp, "vocabulary": _LOGITS,
             "heads_q": heads_kv * group, "heads_kv": heads_kv, "head_dim": dim, "group": group,
-            "eps": 1e-5, "blocks": blocks, "advance": m > 1,
+            "eps": 1e-5, "blocks": blocks, "advance": 2 if m > 1 else int(biased),
             "own": params["own"], "splits": blocks if full else 2,
+            "head_coded": params["codes"] and biased,
             "logits_stride": _LOGITS + 4, "table_rows": 40 if params["rope"] else 0,
             "max_sequences": _SEQUENCES, "max_pages": 3, "num_pages": _PAGES, "page_size": _PAGE,
             "layout": "nhd", "window": window, "biased": biased,
@@ -54,6 +60,7 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
             "pages": (_PAGE * heads_kv * dim, dim, heads_kv * dim),
         })  # fmt: skip
         heads = m * heads_kv * group // params["own"]
+        found[-1]["offsets"] = _offsets(found[-1])
         found[-1]["splits"] = min(found[-1]["splits"], blocks // heads) or 1
     return [
         one for one in found
@@ -77,6 +84,24 @@ def _shapes(p: Problem) -> dict[str, tuple[int, ...]]:
     return made
 
 
+def _offsets(p: Problem) -> tuple[tuple[int, ...], ...]:
+    """The table of layers: where the arrays of `_inputs` lie."""
+    rows, at = [], 0
+    for layer in range(p["layers"]):
+        row = [NONE] * LAYER_WORDS
+        row[len(_NAMES)] = p["window"] if layer == 0 else 0
+        for name, (*rest, k) in _shapes(p).items():
+            sizes = {_NAMES.index(name): math.prod(rest) * k}
+            if p["codes"] and name in _CODED:
+                scales = rest[0] * -(-k // (8 * _GROUP)) * 8
+                sizes = {_NAMES.index(name): rest[0] * k // 4, _SCALES + _CODED.index(name): scales}
+            for place, size in sizes.items():
+                row[place] = at
+                at += -(-size // 16) * 16
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
 def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
     kind, hidden, m = numpy_dtype(p["dtype"]), p["hidden"], p["m"]
 
@@ -85,18 +110,12 @@ def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
             return (1 + 0.2 * rng.standard_normal(shape)).astype(kind)
         return (rng.standard_normal(shape) / math.sqrt(shape[-1])).astype(kind)
 
-    flat, table, at = [], np.full((p["layers"], LAYER_WORDS), NONE, np.int64), 0
-    for layer in range(p["layers"]):
+    flat = []
+    for _ in range(p["layers"]):
         for name, shape in _shapes(p).items():
-            arrays = {_NAMES.index(name): drawn(*shape)}
-            if p["codes"] and name in _CODED:
-                arrays = dict(zip((_NAMES.index(name), _SCALES + _CODED.index(name)),
-                                  _coded(rng, shape, kind), strict=True))  # fmt: skip
-            for place, array in arrays.items():
-                table[layer, place] = at
+            coded = p["codes"] and name in _CODED
+            for array in _coded(rng, shape, kind) if coded else (drawn(*shape),):
                 flat.append(np.pad(array.reshape(-1), (0, -array.size % 16)))
-                at += flat[-1].size
-        table[layer, len(_NAMES)] = p["window"] if layer == 0 else 0
     pages = rng.standard_normal(
         (p["layers"], 2, p["num_pages"], p["page_size"], p["heads_kv"], p["head_dim"])
     ).astype(kind)  # fmt: skip
@@ -114,7 +133,8 @@ def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
         "active": (rows >= 0).astype(np.int32), "rows_of_cache": rows,
         "embedding": rng.standard_normal((_TOKENS, hidden)).astype(kind),
         "weights": np.concatenate(flat),
-        "table_of_layers": table, "norm_weight": drawn(hidden), "head": drawn(_LOGITS, hidden),
+        "table_of_layers": np.array(p["offsets"], np.int64), "norm_weight": drawn(hidden),
+        "head": drawn(_LOGITS, hidden),
         "page_table": rng.permutation(_PAGES).reshape(_SEQUENCES, 3).astype(np.int32),
         "capacities": np.array(_CAPACITIES, np.int32), "lengths": lengths, "pages": pages,
         "exchange": _exchange(p), "counters": np.zeros(1, np.uint32),

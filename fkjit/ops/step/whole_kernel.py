@@ -14,36 +14,36 @@ from typing import Any
 
 from fkjit.errors import ParameterError
 from fkjit.ops.gemm import epilogue
-from fkjit.runtime.interop import ITEMSIZE
+from fkjit.ops.step.whole_maps import tensor_maps
+from fkjit.runtime.interop import ITEMSIZE, NULL
+from fkjit.runtime.tensor_map import MapTable
 from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
 
 ROWS = (1, 2, 4, 8)  # there is room for
 HEAD_DIMS, GROUPS = (64, 128, 16, 32), (4, 1, 2, 3, 6, 7, 8)
-WARPS = 8  # that compute
+WARPS, FETCHERS = 8, 2  # that compute; that fetch
 ROW_GAP = 8  # elements between rows, as templates/step/gathered_rows.cuh has it
-_PRODUCT = 56  # bytes of a Product of templates/step/layers.cuh
-LAYER_WORDS = 17  # of a layer in `layers`: LayerWeights of the kernel
-SCALES = 4  # of those: of qkv, out, up, down
+_PRODUCT = 40  # bytes of a Product of templates/step/layers.cuh
 CODED_COLUMNS = (512, 256)  # of a ring for codes
-NONE = -1 << 62  # there, of what there is not
-_TILE_ROWS, _GAP, _CODED_GAP = 16, 16, 64  # rows of a weight in a stage; bytes between them
+_TILE_ROWS = 16  # of a weight in a stage
 _PLACES = 8  # of tiles whose sums wait to be added up
 _BLOCK_BYTES = 226 << 10  # of shared memory, 1 KB for barriers left out
-# Columns of a stage, stages, of which under way, warps that fetch.
+# Columns of a stage, stages, of which under way.
 RINGS = (
-    (512, 12, 3, 2),
-    (512, 11, 3, 2),
-    (512, 10, 3, 2),
-    (512, 9, 3, 2),
-    (512, 8, 3, 2),
-    (768, 8, 2, 2),
-    (768, 7, 2, 2),
-    (768, 6, 2, 2),
-    (768, 5, 2, 2),
-    (768, 4, 2, 2),
-    (256, 8, 2, 2),
-    (256, 5, 2, 2),
+    (512, 12, 3),
+    (512, 11, 3),
+    (512, 10, 3),
+    (512, 9, 3),
+    (512, 8, 3),
+    (768, 8, 2),
+    (768, 7, 2),
+    (768, 6, 2),
+    (768, 5, 2),
+    (768, 4, 2),
+    (256, 8, 2),
+    (256, 5, 2),
 )
+Ring = tuple[int, int, int]
 _SMALL = RINGS[-1]
 _ROOMS = (25, 8, 12, 16, 28, 42, 56, 74, 88, 140)  # KB for rows, and what is beside them
 _ASIDE = (8, 1, 2, 4, 6, 12, 20)  # KB of that beside the rows
@@ -60,18 +60,19 @@ _PARAMS = (
     Param("most", ROWS, "sequences there is room for"),
     Param("room", _ROOMS, "KB of shared memory for their rows and what is beside them"),
     Param("aside", _ASIDE, "KB of that for the list of products and a norm's weights"),
-    Param("ring", RINGS, "columns of a stage, stages, of which under way, warps that fetch",
+    Param("ahead", (False, True), "whether L2 is asked for what the ring has no room for"),
+    Param("ring", RINGS, "columns of a stage, stages, of which under way",
           tunable=True),
 )  # fmt: skip
 
 
-def ring_shared(ring: tuple[int, int, int, int], codes: bool) -> int:
+def ring_shared(ring: Ring, codes: bool) -> int:
     """Bytes of a ring's stages."""
     columns, stages, *_ = ring
-    return stages * _TILE_ROWS * (2 * columns + (_CODED_GAP if codes else _GAP))
+    return stages * _TILE_ROWS * (2 * columns + (columns // 16 if codes else 0))
 
 
-def ring_fits(ring: tuple[int, int, int, int], codes: bool, space: int) -> bool:
+def ring_fits(ring: Ring, codes: bool, space: int) -> bool:
     """Whether a ring has room in so many bytes, and whole groups of codes."""
     return ring_shared(ring, codes) <= space and not (codes and ring[0] not in CODED_COLUMNS)
 
@@ -99,9 +100,15 @@ def room_for(most: int, widest: int, head_dim: int, own: int, aside: int) -> int
     return next((room for room in sorted(_ROOMS) if room << 10 >= needed), None)
 
 
-def ring_bytes(most: int, room: int) -> int:
+def extra_rows(norm: str, most: int) -> int:
+    """Beside those of sequences: a LayerNorm's weight and bias, where a product has columns."""
+    return 2 if norm == "layer" and most <= 6 else 0
+
+
+def ring_bytes(norm: str, most: int, room: int) -> int:
     """That the ring may have, beside the rows and the warps' sums."""
-    return _BLOCK_BYTES - (room << 10) - _PLACES * WARPS * 4 * _TILE_ROWS * most
+    rows = most + extra_rows(norm, most)
+    return _BLOCK_BYTES - (room << 10) - _PLACES * WARPS * 4 * _TILE_ROWS * rows
 
 
 def exchange_places(p: Problem) -> tuple[int, ...]:
@@ -117,11 +124,10 @@ def exchange_places(p: Problem) -> tuple[int, ...]:
 
 
 def _derive(params: Params) -> dict[str, Any]:
-    columns, stages, flight, fetchers = params["ring"]
+    names = ("columns", "stages", "flight")
     return {
         **epilogue.values(params["activation"]), "centered": params["norm"] == "layer",
-        "columns": columns, "stages": stages, "flight": flight, "fetchers": fetchers,
-        "warps": WARPS,
+        "warps": WARPS, "ahead": params["ahead"], **dict(zip(names, params["ring"], strict=True)),
     }  # fmt: skip
 
 
@@ -137,11 +143,15 @@ def _arguments(params: Params, p: Problem, arrays: Mapping[str, Any]) -> dict[st
     model = (
         p["plane"], *(p[name] for name in names), *p["pages"], p["page_size"].bit_length() - 1,
         p["max_sequences"], p["max_pages"], p["table_rows"], p["logits_stride"],
-        p["advance"], *exchange_places(p)[:-1], p["eps"],
+        p["advance"], p["head_coded"], *exchange_places(p)[:-1], p["eps"],
         p["head_dim"] ** -0.5,
     )  # fmt: skip
-    missing = dict.fromkeys(("position_embedding", "norm_bias", "head_scales", "table"))
-    return {**missing, **arrays, "model": model}
+    made: dict[str, Any] = dict.fromkeys(("position_embedding", "norm_bias", "table"))
+    if arrays.get("maps") is None or arrays["maps"] is NULL:
+        offsets = p.get("offsets", arrays["table_of_layers"])
+        made["maps"] = MapTable(tuple(tensor_maps(p, offsets, arrays, params["ring"][0])))
+        arrays = {name: array for name, array in arrays.items() if name != "maps"}
+    return {**made, **arrays, "model": model}
 
 
 def weights_of(p: Problem) -> int:
@@ -161,7 +171,8 @@ def _illegal(params: Params) -> str | None:
         return "has items of neither one query head nor all of a key head"
     if params["room"] - params["aside"] << 10 < _scratch(params["head_dim"], params["own"]):
         return "has no room for attention"
-    if ring_shared(params["ring"], params["codes"]) > ring_bytes(params["most"], params["room"]):
+    space = ring_bytes(params["norm"], params["most"], params["room"])
+    if ring_shared(params["ring"], params["codes"]) > space:
         return "has more stages than there is room for"
     return None
 
@@ -173,10 +184,10 @@ _GPT2 = ("bf16", "layer", False, "gelu_tanh", False, False, 64, 1, 1)
 _AHEAD = tuple(
     dict(zip((param.name for param in _PARAMS), said, strict=True))
     for said in (
-        (*_LLAMA, 1, 25, 8, RINGS[0]), (*_GPT2, 1, 16, 6, (768, 8, 2, 2)),
-        ("fp16", "rms", True, "silu", True, False, 16, 2, 2, 2, 12, 1, _SMALL),
-        ("bf16", "layer", False, "gelu_tanh", False, False, 16, 1, 1, 1, 8, 2, _SMALL),
-        ("bf16", "rms", True, "silu", True, True, 32, 4, 4, 2, 16, 1, _SMALL),
+        (*_LLAMA, 1, 25, 8, False, RINGS[0]), (*_GPT2, 1, 16, 6, True, RINGS[5]),
+        ("fp16", "rms", True, "silu", True, False, 16, 2, 2, 2, 12, 1, True, _SMALL),
+        ("bf16", "layer", False, "gelu_tanh", False, False, 16, 1, 1, 1, 8, 2, True, _SMALL),
+        ("bf16", "rms", True, "silu", True, True, 32, 4, 4, 2, 16, 1, False, _SMALL),
     )
 )  # fmt: skip
 FIELDS: dict[str, Any] = {
@@ -192,7 +203,7 @@ FIELDS: dict[str, Any] = {
     "shared_bytes": lambda params: (
         (params["room"] << 10) + ring_shared(params["ring"], params["codes"])
     ),
-    "block": lambda params: (32 * (WARPS + params["ring"][3]), 1, 1),
+    "block": lambda params: (32 * (WARPS + (4 if params["own"] > 1 else FETCHERS)), 1, 1),
     "grid": lambda params, p: (p["blocks"], 1, 1),
     "arguments": _arguments,
     "shape_class": lambda p: {"m": p["m"], "hidden": p["hidden"], "layers": p["layers"]},

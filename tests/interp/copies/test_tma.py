@@ -212,6 +212,31 @@ def test_a_copy_of_the_map_in_global_memory_works_too(which: str) -> None:
     np.testing.assert_array_equal(y, x[9:17, 8:40])
 
 
+MANY = r"""
+extern "C" __global__ void k(const Map* maps, float* y, int number) {
+  __shared__ alignas(1024) float tile[8][32];
+  __shared__ u64 bar;
+  const int t = threadIdx.x;
+  if (t == 0) { init(&bar, 1); ready(); }
+  __syncthreads();
+  if (t == 0) {
+    ASM("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(maps + number) : "memory");
+    expect(&bar, sizeof tile);
+    load2(tile, maps + number, 8, 1, &bar);
+  }
+  wait(&bar, 0);
+  for (int i = t; i < 256; i += 128) y[i] = tile[i / 32][i % 32];
+}"""
+
+
+def test_maps_side_by_side_in_global_memory() -> None:
+    x = np.random.default_rng(7).standard_normal((3, 20, 40)).astype("f4")
+    y = np.zeros((8, 32), "f4")
+    maps = tuple(TensorMap(one, (40, 20), (160,), (32, 8)) for one in x)
+    launch(MANY, Arg("maps", maps), Arg("y", y, True), Arg("number", np.int32(2)))
+    np.testing.assert_array_equal(y, x[2, 1:9, 8:40])
+
+
 @pytest.mark.parametrize(("dtype", "kind"), [("f4", "f32"), ("f4", "tf32")])
 def test_nan_outside_and_tf32_inside(dtype: str, kind: str) -> None:
     x = np.random.default_rng(7).standard_normal((30, 40)).astype(dtype)

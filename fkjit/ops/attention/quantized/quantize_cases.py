@@ -300,7 +300,7 @@ SPANS = also_packed(Verification(
 
 
 def _rounded(params: Params) -> float:
-    """`shift` is of turned rows and means, where 1 / sqrt(128) of each is rounded; of the other head
+    """`shift` is of turned rows and means, where 1 / sqrt(128) of each is rounded; of other head
     dimensions all sums are exact."""
     rounds = params["smooth"] and params["rotate"] and params["head_dim"] == 128
     return 1e-6 if rounds else 0.0
