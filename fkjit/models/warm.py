@@ -127,11 +127,10 @@ def calls(
         while rest > 0:
             tokens = min(rest, CHUNK)
             sequences = min(batch, -(-tokens // prompt))
-            size = padded(tokens, sequences, codes.both)
-            longest = min(prompt, tokens) if size is None else size.tokens
-            size = size or Size(tokens, sequences)
-            yield from maker.layer(size.tokens)
-            yield from maker.prefill(size.tokens, size.pieces, longest)
+            yield from maker.prompts(Size(tokens, sequences), min(prompt, tokens))
+            size = padded(tokens, sequences, codes.both)  # where it becomes a graph
+            if size is not None:
+                yield from maker.prompts(size, size.tokens)
             yield from maker.head(sequences)
             rest = rest - tokens if rest < 2 * CHUNK else rest % CHUNK + CHUNK
 
@@ -282,6 +281,11 @@ class _Maker:
 
     def decode(self, rows: int) -> Iterator[Call]:
         yield from self._attention((rows, self.model.heads_q, self.model.head_dim), rows, {})
+
+    def prompts(self, size: Size, longest: int) -> Iterator[Call]:
+        """A pass of prompts."""
+        yield from self.layer(size.tokens)
+        yield from self.prefill(size.tokens, size.pieces, longest)
 
     def prefill(self, tokens: int, sequences: int, longest: int) -> Iterator[Call]:
         ends = self.array(sequences + 1, dtype="int32")

@@ -22,7 +22,7 @@ struct StreamRings {
   static constexpr int W_STAGE = W::BYTES, X_STAGE = X::BYTES;
   static constexpr int X_FIRST = W_STAGES * W_STAGE + GUARD;
   static constexpr int PARTS = X_FIRST + X_STAGES * X_STAGE + GUARD;
-  static constexpr int BARRIERS = PARTS + PARTS_BYTES + GUARD;
+  static constexpr int BARRIERS = PARTS + (PARTS_BYTES > 0 ? PARTS_BYTES + GUARD : 0);
   static constexpr int FACTORS = BARRIERS + 16 * (W_STAGES + X_STAGES + 1) + GUARD;
   static constexpr int RELEASES = 4;  // by a warp each
   u32 base;

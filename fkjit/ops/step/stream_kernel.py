@@ -82,11 +82,12 @@ def tiles(params: Params, problem: Problem) -> int:
 def _shared(params: Params) -> SharedLayout:
     of_weight, of_x = stages(params)
     rows, tokens = params["tile"][0], params["tokens"]
-    return [
+    parts = [
         ("weight", of_weight * rows * BLOCK_K * 2), ("x", of_x * tokens * BLOCK_K * 2),
         ("parts", parts_bytes(params)), ("mbarriers", 16 * (of_weight + of_x + 1)),
         ("factors", 8 * tokens),
     ]  # fmt: skip
+    return [part for part in parts if part[1]]
 
 
 def _derive(params: Params) -> dict[str, Any]:
