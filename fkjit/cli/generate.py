@@ -65,7 +65,7 @@ def run(options: Options) -> None:
     with Progress(*columns, console=report.console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=options.batch * options.new)
         found = measured(decoder, options, lambda done: bar.update(task, advance=done))
-    for line in lines(found, options):
+    for line in interpreted(found) if device == "cpu" else lines(found, options):
         out.print(line)
 
 
@@ -90,6 +90,14 @@ def lines(found: Rates, options: Options) -> list[str]:
         rate = found.decode_tokens / found.decode_seconds
         said.append(f"decode {rate:,.0f} tokens/s: {report.duration(step)} a step")
     return said
+
+
+def interpreted(found: Rates) -> list[str]:
+    """On a CPU a step has run before the token ahead of it is read, so one time stands for all; it
+    says nothing of a GPU's."""
+    tokens = f"{found.prefill_tokens:,} tokens of prompts and {found.decode_tokens:,} of steps"
+    seconds = report.duration(found.prefill_seconds + found.decode_seconds)
+    return [f"{tokens} in {seconds}, by the interpreter"]
 
 
 def measured(decoder: Decoder, options: Options, progress: Any) -> Rates:
