@@ -46,28 +46,25 @@ constexpr int MOST = ${most};                     // rows there is room for
 constexpr int WARPS = ${warps};
 constexpr int COLUMNS = ${columns};  // of a weight in a stage of the ring
 constexpr int STAGES = ${stages}, FLIGHT = ${flight};
-constexpr bool AHEAD = ${ahead};       // L2 is asked for what comes behind
 constexpr int ROOM = ${room} << 10;    // bytes of shared memory for rows and what is beside them
 constexpr int ASIDE = ${aside} << 10;  // of that for the table of layers and a norm's weights
 
 constexpr int THREADS = 32 * WARPS;  // that compute
-// Warps that compute want more registers for several query heads; they move by warpgroups, so there are
-// two warps more beside those that fetch.
-constexpr bool MOVES = OWN > 1;
-constexpr int OTHERS = MOVES ? 128 : 64;  // threads
-constexpr int FEWER = 56, MORE = 224;     // registers of one of those, and of one that computes
-static_assert(!MOVES || THREADS * MORE + OTHERS * FEWER <=
-                            registers_at_start(THREADS + OTHERS) * (THREADS + OTHERS),
+// Warps of the warpgroup that fetches, two of which do; the others are there since registers move by
+// warpgroups.
+constexpr int FETCHERS = 4, FEWER = 56, MORE = 224;  // registers of a thread that fetches, computes
+static_assert(THREADS * MORE + 32 * FETCHERS * FEWER <=
+                  registers_at_start(THREADS + 32 * FETCHERS) * (THREADS + 32 * FETCHERS),
               "who asks for more than there are waits for ever");
 
 struct Meet {
   __device__ __forceinline__ void operator()() const { named_barrier_wait_aligned<THREADS>(1); }
 };
-using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, AHEAD, WARPS, CODES>;
-constexpr int TAKEN = MOVES || MOST < 4 ? 8 : 4;  // as registers permit
+using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, CODES>;
+constexpr int TAKEN = 8;  // as registers permit
 using Rows = GatheredRows<elem_t, WARPS, CENTERED, MOST, TAKEN, Meet>;
 // Keys of a group of lanes that are under way.
-constexpr int DEPTH = OWN > 1 ? 3 : 5;
+constexpr int DEPTH = OWN > 1 ? 3 : MOST > 1 ? 9 : 5;
 using Heads = DecodeHeads<elem_t, D, GROUP, OWN, WARPS, DEPTH, ROPE>;
 static_assert(MOST <= 8, "columns of a product of tensor cores");
 static_assert(sizeof(typename Heads::Shared) <= ROOM - ASIDE, "attention has its room");
@@ -137,7 +134,7 @@ __device__ __forceinline__ void count_token(const DecodeState& state, int* lengt
   if (length < state.capacities[row]) lengths[row] = length + 1;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + OTHERS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     step_whole(i64* tokens,                                    // [m]
                int* positions,                                 // [m]
                const int* active,                              // [m]: by which positions advance
@@ -214,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + OTHERS, 1)
 
   // The warps that fetch.
   if (threadIdx.x >= THREADS) {
-    if constexpr (MOVES) fewer_registers<FEWER>();
+    fewer_registers<FEWER>();
     if (threadIdx.x >= THREADS + 32 * Ring::FETCHERS) return;
     const int half = (threadIdx.x - THREADS) / WARP_SIZE;
     typename Ring::Way own, ahead;
@@ -245,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + OTHERS, 1)
     return;
   }
 
-  if constexpr (MOVES) more_registers<MORE>();
+  more_registers<MORE>();
   const Meet meet;
   const u32 rows = shared_address(shared);
   const float of_hidden = 1.f / hidden;

@@ -33,7 +33,7 @@ struct GatheredRows {
   static constexpr int THREADS = 32 * WARPS, SIZE = 4;  // numbers of an access
   // Accesses of a thread under way: of rows to normalise, (MOST_AHEAD) of longer ones that are taken as
   // they are, and those held in registers.
-  static constexpr int AHEAD = MOST < 2 ? 2 : MOST_AHEAD, HELD = 2;
+  static constexpr int AHEAD = MOST < 2 ? 2 : 8, HELD = 2;
   static constexpr int FULL_LOG2 = 10;  // of the numbers of all threads
   static constexpr bool LATE = SAME_TYPE<T, bf16> && (!CENTERED || MOST <= 6);
   static constexpr int EXTRA = LATE && CENTERED ? 2 : 0;

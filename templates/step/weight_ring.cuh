@@ -22,8 +22,8 @@
 // all stages (step/coded_part.cuh).
 //
 // No more than FLIGHT stages are asked for and not there yet: what is asked for beyond what memory
-// needs to be busy stands in its queues, and what the others read and write waits behind it. With ASKS,
-// while the ring is full, up to AHEAD stages more come to L2, of which NEAR may be under way.
+// needs to be busy stands in its queues, and what the others read and write waits behind it. While the
+// ring is full, up to AHEAD stages more come to L2, of which NEAR may be under way.
 #pragma once
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
@@ -32,7 +32,7 @@
 #include "step/layers.cuh"
 #include "tile/ring.cuh"
 
-template <typename T, int COLUMNS, int STAGES, int FLIGHT, bool ASKS, int WARPS, bool CODES>
+template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, bool CODES>
 struct WeightRing {
   static constexpr int ROWS = 16, SPAN = 32, SIZE = STAGES, FETCHERS = 2;
   static constexpr int GROUP = 64, GROUP_BYTES = 8 * GROUP * sizeof(T);
@@ -45,7 +45,7 @@ struct WeightRing {
   static constexpr int SCALE_PITCH = SCALES * sizeof(T), SCALE_HALF = 8 * SCALE_PITCH;
   static constexpr int MAPS = CODES ? 2 : 1;  // of a product
   // Stages that may come to L2 before they have room in the ring.
-  static constexpr int AHEAD = ASKS ? 14 * 512 / COLUMNS : 0;
+  static constexpr int AHEAD = 14 * 512 / COLUMNS;
   static constexpr int PAUSES = 2, PAUSE = 256;  // between two of these; nanoseconds
   static constexpr int NEAR = FLIGHT + 2 < STAGES ? FLIGHT + 2 : FLIGHT;  // under way, of those
   static_assert(COLUMNS % GROUP == 0 && PART % SPAN == 0, "whole groups and spans");

@@ -25,7 +25,6 @@ _CALL = "decode_step"
 _SPAN, _GROUP = 32, 128  # columns of a weight that a warp takes at a time; of codes
 _MAPPED = 64  # elements of 16 bits of a row that stand side by side in a stage
 _CPU_BLOCKS = 4
-_WIDE = 2048  # models of this width lose by what L2 is asked for, smaller ones gain
 _ITEMS = 4  # of a query head, at least, where it has items of its own
 
 
@@ -228,7 +227,7 @@ def _variant(
         return None
     return {"most": most, "room": room, "aside": aside, "ring": ring, "group": group,
             "own": own, "head_dim": dim, "activation": model.activation, "gate": model.gate,
-            "codes": model.codes, "ahead": hidden < _WIDE}  # fmt: skip
+            "codes": model.codes}  # fmt: skip
 
 
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:

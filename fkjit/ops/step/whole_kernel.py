@@ -21,7 +21,7 @@ from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
 
 ROWS = (1, 2, 4, 8)  # there is room for
 HEAD_DIMS, GROUPS = (64, 128, 16, 32), (4, 1, 2, 3, 6, 7, 8)
-WARPS, FETCHERS = 8, 2  # that compute; that fetch
+WARPS, FETCHERS = 8, 4  # that compute; that fetch, and those beside them
 ROW_GAP = 8  # elements between rows, as templates/step/gathered_rows.cuh has it
 _PRODUCT = 40  # bytes of a Product of templates/step/layers.cuh
 CODED_COLUMNS = (512, 256)  # of a ring for codes
@@ -60,7 +60,6 @@ _PARAMS = (
     Param("most", ROWS, "sequences there is room for"),
     Param("room", _ROOMS, "KB of shared memory for their rows and what is beside them"),
     Param("aside", _ASIDE, "KB of that for the list of products and a norm's weights"),
-    Param("ahead", (False, True), "whether L2 is asked for what the ring has no room for"),
     Param("ring", RINGS, "columns of a stage, stages, of which under way",
           tunable=True),
 )  # fmt: skip
@@ -127,7 +126,7 @@ def _derive(params: Params) -> dict[str, Any]:
     names = ("columns", "stages", "flight")
     return {
         **epilogue.values(params["activation"]), "centered": params["norm"] == "layer",
-        "warps": WARPS, "ahead": params["ahead"], **dict(zip(names, params["ring"], strict=True)),
+        "warps": WARPS, **dict(zip(names, params["ring"], strict=True)),
     }  # fmt: skip
 
 
@@ -184,10 +183,10 @@ _GPT2 = ("bf16", "layer", False, "gelu_tanh", False, False, 64, 1, 1)
 _AHEAD = tuple(
     dict(zip((param.name for param in _PARAMS), said, strict=True))
     for said in (
-        (*_LLAMA, 1, 25, 8, False, RINGS[0]), (*_GPT2, 1, 16, 6, True, RINGS[5]),
-        ("fp16", "rms", True, "silu", True, False, 16, 2, 2, 2, 12, 1, True, _SMALL),
-        ("bf16", "layer", False, "gelu_tanh", False, False, 16, 1, 1, 1, 8, 2, True, _SMALL),
-        ("bf16", "rms", True, "silu", True, True, 32, 4, 4, 2, 16, 1, False, _SMALL),
+        (*_LLAMA, 1, 25, 8, RINGS[0]), (*_GPT2, 1, 16, 6, RINGS[5]),
+        ("fp16", "rms", True, "silu", True, False, 16, 2, 2, 2, 12, 1, _SMALL),
+        ("bf16", "layer", False, "gelu_tanh", False, False, 16, 1, 1, 1, 8, 2, _SMALL),
+        ("bf16", "rms", True, "silu", True, True, 32, 4, 4, 2, 16, 1, _SMALL),
     )
 )  # fmt: skip
 FIELDS: dict[str, Any] = {
@@ -203,7 +202,7 @@ FIELDS: dict[str, Any] = {
     "shared_bytes": lambda params: (
         (params["room"] << 10) + ring_shared(params["ring"], params["codes"])
     ),
-    "block": lambda params: (32 * (WARPS + (4 if params["own"] > 1 else FETCHERS)), 1, 1),
+    "block": lambda params: (32 * (WARPS + FETCHERS), 1, 1),
     "grid": lambda params, p: (p["blocks"], 1, 1),
     "arguments": _arguments,
     "shape_class": lambda p: {"m": p["m"], "hidden": p["hidden"], "layers": p["layers"]},
