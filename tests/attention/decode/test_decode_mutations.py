@@ -22,11 +22,14 @@ AHEAD = {"kernel": ONE["kernel"],
 CUT_FORM = {"window": (500, 0), "blocks": 4}
 CUT = {"lengths": [33, 0, 300], "longest": 300, "table_width": 19, "num_pages": 59, "blocks": 4}
 SEVERAL = {**CUT, "blocks": 1}
+GOES_ON = {"lengths": [70, 70, 33], "blocks": 7}  # the last block of a head has another one to do
 
 BUGS = (
-    Bug("no barrier before Q is read", K, SYNC, "", nth=1, by="race", **ONE),
-    Bug("no barrier before the groups are merged", K, SYNC, "", nth=2, by="race", **ONE),
-    Bug("no barrier before the parts are said to be there", K, SYNC, "", nth=3, by="race", **ONE),
+    Bug("no barrier before Q is read", K, SYNC, "", by="race", **ONE),
+    Bug("no barrier before the groups are merged", K, SYNC, "", nth=1, by="race", **ONE),
+    Bug("no barrier before the parts are said to be there", K, SYNC, "", nth=2, by="race", **ONE),
+    Bug("the next keys over parts that are being added up", K, SYNC, "", nth=3, by="race",
+        problem=GOES_ON, **FOUR),
     Bug("no wait for the step", K, "cp_async_wait<STAGES - 2>();", "", by="race", **ONE),
     Bug("a wait too lax by one", K, "cp_async_wait<STAGES - 2>();", "cp_async_wait<STAGES - 1>();",
         by="race", **ONE),
