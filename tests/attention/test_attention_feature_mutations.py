@@ -9,8 +9,7 @@ import pytest
 from fkjit import ops
 from fkjit.ops.attention.features import SHIPPED
 from tests.core.mutations import ONE_HEAD, Bug, D, K
-from tests.core.sampling import ONE_OF_EACH_KIND
-from tests.core.test_mutations import KINDS, outcome
+from tests.core.test_mutations import check_found, each_planted, outcome
 
 ops.load()
 FP32 = "flash_fp32"
@@ -89,11 +88,9 @@ BUGS = (
 )  # fmt: skip
 
 
-@ONE_OF_EACH_KIND
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@each_planted(BUGS)
 def test_a_planted_bug_is_found(bug, monkeypatch):
-    said = outcome(bug, monkeypatch, plant=True)
-    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+    check_found(bug, monkeypatch)
 
 
 @pytest.mark.parametrize("bug", [b for b in BUGS if b.problem], ids=lambda bug: bug.name)

@@ -21,8 +21,8 @@ from fkjit.settings import settings
 from tests.attention.feature_kit import draw, exact
 from tests.attention.kit import assert_close, normal
 from tests.core.mutations import SM90_HEADERS, Bug, D, K
-from tests.core.sampling import ONE_OF_EACH_KIND, one_in
-from tests.core.test_mutations import KINDS, outcome
+from tests.core.sampling import one_in
+from tests.core.test_mutations import check_found, each_planted
 
 TAKEN = ("window", "softcap", "alibi_slopes", "sinks", "score_mod")
 # batch, heads, lengths, dims, dtype, features
@@ -217,11 +217,9 @@ BUGS = (
 )  # fmt: skip
 
 
-@ONE_OF_EACH_KIND
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@each_planted(BUGS)
 def test_planted_bugs_are_found(bug, monkeypatch):
-    found = outcome(bug, monkeypatch, plant=True)
-    assert any(kind in found for kind in KINDS[bug.by]), f"{bug.name}: {found or 'nothing'}"
+    check_found(bug, monkeypatch)
 
 
 def test_a_window_reads_no_key_outside_it():

@@ -16,8 +16,8 @@ from fkjit.ops.attention.kernels_few import COMBINE, FEW, works
 from fkjit.ops.attention.select_few import Choice
 from tests.attention.kit import assert_close, normal, reference
 from tests.core.mutations import SM90_HEADERS, Bug, K
-from tests.core.sampling import ONE_OF_EACH_KIND, one_in
-from tests.core.test_mutations import KINDS, outcome
+from tests.core.sampling import one_in
+from tests.core.test_mutations import check_found, each_planted, outcome
 
 SMS = 132
 
@@ -144,11 +144,9 @@ BUGS = (
 )  # fmt: skip
 
 
-@ONE_OF_EACH_KIND
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@each_planted(BUGS)
 def test_planted_bugs_are_found(bug, monkeypatch):
-    said = outcome(bug, monkeypatch, plant=True)
-    assert said.startswith((*KINDS[bug.by], "numbers")), said or "nothing was found"
+    check_found(bug, monkeypatch)
 
 
 def test_without_them_nothing_is_said(monkeypatch):

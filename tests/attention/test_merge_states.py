@@ -20,8 +20,7 @@ from fkjit.ops.attention.merge.cases import merged, problem_of
 from fkjit.ops.attention.merge.kernels import MOST_KNOWN, kernel, parameters
 from fkjit.runtime.interop import numpy_dtype
 from tests.core.mutations import Bug
-from tests.core.sampling import ONE_OF_EACH_KIND
-from tests.core.test_mutations import KINDS, outcome
+from tests.core.test_mutations import check_found, each_planted
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from tests.twins.kit import interpreter  # noqa: E402, F401
@@ -268,11 +267,9 @@ BUGS = (
 )  # fmt: skip
 
 
-@ONE_OF_EACH_KIND
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@each_planted(BUGS)
 def test_a_planted_bug_is_found(bug, monkeypatch):
-    said = outcome(bug, monkeypatch, plant=True)
-    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+    check_found(bug, monkeypatch)
 
 
 # ------------------------------------------------------------------ twin and peers

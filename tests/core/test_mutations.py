@@ -3,7 +3,9 @@ are (tests/core/test_sweep.py runs them)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -18,6 +20,8 @@ from fkjit.settings import settings
 from fkjit.spec import find
 from tests.core.mutations import BUGS, Bug
 from tests.core.sampling import ONE_OF_EACH_KIND, ONLY_WITH_EVERY_VARIANT
+
+Test = TypeVar("Test", bound=Callable[..., None])
 
 ops.load()
 
@@ -89,11 +93,22 @@ KINDS = {
 }
 
 
-@ONE_OF_EACH_KIND
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_planted_bug_is_found(bug, monkeypatch):
+def each_planted(bugs: Sequence[Bug]) -> Callable[[Test], Test]:
+    """A decorator: the test takes a `bug`, each of these in turn."""
+    cases = pytest.mark.parametrize("bug", bugs, ids=lambda bug: bug.name)
+    return lambda test: ONE_OF_EACH_KIND(cases(test))
+
+
+def check_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What is said of the planted bug, which must be of its kind."""
     said = outcome(bug, monkeypatch, plant=True)
     assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+    return said
+
+
+@each_planted(BUGS)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    said = check_found(bug, monkeypatch)
     if bug.by != "numbers":
         assert "kernels_cu/attention/" in said or "templates/" in said
 

@@ -3,11 +3,8 @@ tests/models/test_patch_optimizer.py.)"""
 
 from __future__ import annotations
 
-import pytest
-
 from tests.core.mutations import Bug
-from tests.core.sampling import ONE_OF_EACH_KIND
-from tests.core.test_mutations import KINDS, outcome
+from tests.core.test_mutations import check_found, each_planted, outcome
 
 FILE = "kernels_cu/elementwise/adamw.cu"
 ROWS = {"kernel": "adamw.rows", "params": {"dtype": "fp32", "vector": True, "threads": 128}}
@@ -23,11 +20,9 @@ BUGS = (
 )  # fmt: skip
 
 
-@ONE_OF_EACH_KIND
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@each_planted(BUGS)
 def test_a_planted_bug_is_found(bug, monkeypatch):
-    said = outcome(bug, monkeypatch, plant=True)
-    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+    check_found(bug, monkeypatch)
 
 
 def test_without_it_nothing_is_said(monkeypatch):

@@ -7,8 +7,7 @@ import pytest
 
 from fkjit.ops.elementwise.scale_gradient import scale_gradient
 from tests.core.mutations import Bug
-from tests.core.sampling import ONE_OF_EACH_KIND
-from tests.core.test_mutations import KINDS, outcome
+from tests.core.test_mutations import check_found, each_planted
 
 FILE = "kernels_cu/elementwise/scale_gradient.cu"
 PARAMS = {"dtype": "fp32", "vector": True, "threads": 128}
@@ -23,11 +22,9 @@ BUGS = (
 )  # fmt: skip
 
 
-@ONE_OF_EACH_KIND
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@each_planted(BUGS)
 def test_a_planted_bug_is_found(bug, monkeypatch):
-    said = outcome(bug, monkeypatch, plant=True)
-    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+    check_found(bug, monkeypatch)
 
 
 @pytest.mark.parametrize("factor", [1.0, -0.5])

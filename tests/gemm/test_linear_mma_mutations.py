@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.core.mutations import Bug
-from tests.core.sampling import ONE_OF_EACH_KIND, ONLY_WITH_EVERY_VARIANT
-from tests.core.test_mutations import KINDS, outcome
+from tests.core.sampling import ONLY_WITH_EVERY_VARIANT
+from tests.core.test_mutations import check_found, each_planted, outcome
 
 MMA_CU, FMA_CU, D = "kernels_cu/gemm/mma.cu", "kernels_cu/gemm/fma.cu", "templates/gemm/"
 SYNC = "__syncthreads();"
@@ -164,11 +164,9 @@ BUGS = (
 )  # fmt: skip
 
 
-@ONE_OF_EACH_KIND
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@each_planted(BUGS)
 def test_a_planted_bug_is_found(bug, monkeypatch):
-    said = outcome(bug, monkeypatch, plant=True)
-    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+    check_found(bug, monkeypatch)
 
 
 @ONLY_WITH_EVERY_VARIANT

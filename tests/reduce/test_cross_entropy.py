@@ -7,8 +7,7 @@ import pytest
 
 from fkjit.ops.reduce.cross_entropy import cross_entropy
 from tests.core.mutations import Bug
-from tests.core.sampling import ONE_OF_EACH_KIND
-from tests.core.test_mutations import KINDS, outcome
+from tests.core.test_mutations import check_found, each_planted, outcome
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -34,11 +33,9 @@ BUGS = (
 )  # fmt: skip
 
 
-@ONE_OF_EACH_KIND
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@each_planted(BUGS)
 def test_a_planted_bug_is_found(bug, monkeypatch):
-    said = outcome(bug, monkeypatch, plant=True)
-    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+    check_found(bug, monkeypatch)
 
 
 def test_without_it_nothing_is_said(monkeypatch):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.core.mutations import Bug
-from tests.core.sampling import ONE_OF_EACH_KIND, ONLY_WITH_EVERY_VARIANT
-from tests.core.test_mutations import KINDS, outcome
+from tests.core.sampling import ONLY_WITH_EVERY_VARIANT
+from tests.core.test_mutations import check_found, each_planted, outcome
 
 K, D = "kernels_cu/attention/", "templates/"
 OP, SYNC, PENDING = "attention_backward.", "__syncthreads();", "if (STAGES > 1) cp_async_wait<0>();"
@@ -66,11 +66,9 @@ BUGS = (
 )  # fmt: skip
 
 
-@ONE_OF_EACH_KIND
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@each_planted(BUGS)
 def test_a_planted_bug_is_found(bug, monkeypatch):
-    said = outcome(bug, monkeypatch, plant=True)
-    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+    check_found(bug, monkeypatch)
 
 
 @ONLY_WITH_EVERY_VARIANT

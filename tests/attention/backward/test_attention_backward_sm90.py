@@ -22,8 +22,8 @@ from fkjit.runtime.tensor_map import TensorMap  # noqa: E402
 from fkjit.settings import settings  # noqa: E402
 from tests.attention.backward.test_attention_backward import check, tensors  # noqa: E402
 from tests.core.mutations import Bug  # noqa: E402
-from tests.core.sampling import ONE_OF_EACH_KIND, one_in  # noqa: E402
-from tests.core.test_mutations import KINDS, outcome  # noqa: E402
+from tests.core.sampling import one_in  # noqa: E402
+from tests.core.test_mutations import check_found, each_planted  # noqa: E402
 
 KERNEL, D = "kernels_cu/attention/backward_sm90.cu", "templates/attention/backward_sm90/"
 SM90 = {
@@ -183,8 +183,6 @@ WIDE_BUGS = (
 )  # fmt: skip
 
 
-@ONE_OF_EACH_KIND
-@pytest.mark.parametrize("bug", (*BUGS, *WIDE_BUGS), ids=lambda bug: bug.name)
+@each_planted((*BUGS, *WIDE_BUGS))
 def test_a_planted_bug_is_found(bug, monkeypatch):
-    said = outcome(bug, monkeypatch, plant=True)
-    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+    check_found(bug, monkeypatch)

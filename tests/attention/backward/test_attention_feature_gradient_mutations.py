@@ -9,8 +9,8 @@ import pytest
 from fkjit import ops
 from fkjit.ops.attention.backward.features import SHOWN_SEEDED
 from tests.core.mutations import SYNC, Bug, D, K
-from tests.core.sampling import ONE_OF_EACH_KIND, ONLY_WITH_EVERY_VARIANT
-from tests.core.test_mutations import KINDS, outcome
+from tests.core.sampling import ONLY_WITH_EVERY_VARIANT
+from tests.core.test_mutations import check_found, each_planted, outcome
 
 ops.load()
 OF = "attention_backward_form."
@@ -66,11 +66,9 @@ BUGS = (
 )  # fmt: skip
 
 
-@ONE_OF_EACH_KIND
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@each_planted(BUGS)
 def test_a_planted_bug_is_found(bug, monkeypatch):
-    said = outcome(bug, monkeypatch, plant=True)
-    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+    check_found(bug, monkeypatch)
 
 
 @ONLY_WITH_EVERY_VARIANT
