@@ -142,6 +142,7 @@ def with_scratch(
         }
 
     def with_counters(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
-        return {**reference(p, arrays), "counters": np.zeros(len(arrays["counters"]))}
+        assert own.reference is not None
+        return {**own.reference(p, arrays), "counters": np.zeros(len(arrays["counters"]))}
 
     return replace(own, inputs=with_memory, reference=with_counters)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.ops.gemm.cases import TOLERANCE, activated
+from fkjit.ops.gemm.cases import TOLERANCE, activated, with_scratch
 from fkjit.ops.gemm.problem import outputs_of
 from fkjit.ops.quantize.cases import decode, encode, scales_of
 from fkjit.ops.quantize.kernels_few import SKINNY_ROWS, skinny_scratch
@@ -149,26 +149,6 @@ def _skinny(params: Params, scale: str) -> list[dict[str, Any]]:
     ]
 
 
-def _with_memory(own: Verification) -> Verification:
-    """With scratch memory that nobody may read before it is written, and counters that are 0."""
-
-    def with_memory(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
-        size, counters = skinny_scratch(params, p)
-        return {
-            **own.inputs(params, p, rng),
-            "workspace": np.full(max(size // 4, 1), np.nan, np.float32),
-            "counters": np.zeros(max(counters, 1), np.uint32),
-        }
-
-    def with_counters(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
-        return {**reference(p, arrays), "counters": np.zeros(len(arrays["counters"]))}
-
-    return Verification(
-        problems=own.problems, inputs=with_memory, outputs=outputs, reference=with_counters,
-        tolerance=own.tolerance,
-    )  # fmt: skip
-
-
 def _verification(problems: Any) -> Verification:
     return Verification(
         problems=problems, inputs=inputs, outputs=outputs, reference=reference,
@@ -179,4 +159,4 @@ def _verification(problems: Any) -> Verification:
 GEMV = _verification(_gemv)
 GEMV_SM90 = _verification(_gemv_sm90)
 GEMV_DIGITS = _verification(_gemv_digits)
-SKINNY = _with_memory(_verification(_skinny))
+SKINNY = with_scratch(_verification(_skinny), skinny_scratch)

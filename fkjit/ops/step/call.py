@@ -102,13 +102,7 @@ def _common(call: str, views: _Views, eps: float) -> dict[str, Any]:
     seen = {name: view for name, view in views.items() if view is not None}
     floats = ("x", "weight", "bias", "norm_weight", "norm_bias")
     dtype = check_same_dtype(call, {n: seen[n] for n in floats if n in seen}, _DTYPES)
-    x, weight = seen["x"], seen["weight"]
-    if len(x.shape) != 2 or len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
-        raise ParameterError(
-            f"{call}: x has shape {tuple(x.shape)}, weight {tuple(weight.shape)}; allowed: [m, k] "
-            "and [n, k]"
-        )
-    (m, k), n = x.shape, weight.shape[0]
+    m, n, k = product_of(call, seen["x"], seen["weight"])
     if not 1 <= m <= ROWS or k % VECTOR or room_for(m, k) is None:
         raise ParameterError(
             f"{call}: x has shape {(m, k)}; allowed: up to {ROWS} rows of a multiple of {VECTOR} "
@@ -124,6 +118,16 @@ def _common(call: str, views: _Views, eps: float) -> dict[str, Any]:
         **{f"{name}_stride": row_step(call, name, seen[name]) for name in ("x", "weight")},
         "aligned": all(seen[n].pointer % 16 == 0 for n in floats if n in seen and n != "bias"),
     }  # fmt: skip
+
+
+def product_of(call: str, x: View, weight: View) -> tuple[int, int, int]:
+    """m, n and k of x [m, k] and weight [n, k]."""
+    if len(x.shape) != 2 or len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
+        raise ParameterError(
+            f"{call}: x has shape {tuple(x.shape)}, weight {tuple(weight.shape)}; allowed: [m, k] "
+            "and [n, k]"
+        )
+    return x.shape[0], weight.shape[0], x.shape[1]
 
 
 def row_step(call: str, name: str, view: View) -> int:

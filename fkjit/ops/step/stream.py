@@ -14,7 +14,7 @@ from fkjit.ops.kv.planes import planes
 from fkjit.ops.kv.problem import check_pages
 from fkjit.ops.op.checks import check_dtype, check_same_dtype, check_shape
 from fkjit.ops.op.op import Launch, Op, Output, Request
-from fkjit.ops.step.call import Norm, check_indices, row_step
+from fkjit.ops.step.call import Norm, check_indices, product_of, row_step
 from fkjit.ops.step.stream_kernel import APPEND, BLOCK_K, HALF, LINEAR, TILES, TOKENS, WHOLE, Tile
 from fkjit.runtime.interop import View
 from fkjit.spec import Problem
@@ -159,13 +159,7 @@ def common(call: str, views: Views, eps: float) -> dict[str, Any]:
     named = ("x", "weight", "bias", "x_weight", "x_bias", "residual", "norm_weight")
     floats = [name for name in named if name in seen]
     dtype = check_same_dtype(call, {name: seen[name] for name in floats}, _DTYPES)
-    x, weight = seen["x"], seen["weight"]
-    if len(x.shape) != 2 or len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
-        raise ParameterError(
-            f"{call}: x has shape {tuple(x.shape)}, weight {tuple(weight.shape)}; allowed: [m, k] "
-            "and [n, k]"
-        )
-    (m, k), n = x.shape, weight.shape[0]
+    m, n, k = product_of(call, seen["x"], seen["weight"])
     if not 1 <= m <= ROWS or k % _VECTOR:
         raise ParameterError(
             f"{call}: x has shape {(m, k)}; allowed: up to {ROWS} rows of a multiple of {_VECTOR} "
