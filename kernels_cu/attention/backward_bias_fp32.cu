@@ -11,7 +11,7 @@
 #include "ptx/math.cuh"
 #include "attention/backward/bias_walk.cuh"
 #include "attention/backward/features.cuh"
-#include "attention/backward/fp32.cuh"
+#include "attention/fp32.cuh"
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${own};    // rows of a block

@@ -12,7 +12,7 @@
    For fp32 inputs, and for 16-bit ones on sm_75. Every architecture. */
 #include "prelude.cuh"
 #include "ptx/math.cuh"
-#include "attention/backward/fp32.cuh"
+#include "attention/fp32.cuh"
 #include "attention/key_block.cuh"
 //% if form
 #include "attention/backward/features.cuh"

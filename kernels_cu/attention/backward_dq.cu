@@ -282,10 +282,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         if (adds) dbias_rows.fetch<ROWS_A_WARP>(sums, q0, tile * BLOCK_K + step * KEYS);
       //% else
       if (tile >= unmasked_tiles)
-        mask_keys(p, lane, hidden_score(softmax_scale_log2), [&](int row) {
-          const int seen = causal ? first_hidden + warp * ROWS_A_WARP + row : seqlen_k;
-          return min(seqlen_k, seen) - tile * BLOCK_K - step * KEYS;
-        });
+        mask_scores(
+            p, lane,
+            [&](int row) {
+              const int seen = causal ? first_hidden + warp * ROWS_A_WARP + row : seqlen_k;
+              return min(seqlen_k, seen) - tile * BLOCK_K - step * KEYS;
+            },
+            hidden_score(softmax_scale_log2));
       //% endif
       multiply_qk<elem_t, 16, IN_REGISTERS>(ds, do_fragments, warp_do_tile, do_reader, v_keys,
                                             v_reader);

@@ -11,7 +11,7 @@
    For fp32 inputs, and for 16-bit ones on sm_75. Every architecture. */
 #include "prelude.cuh"
 #include "ptx/math.cuh"
-#include "attention/backward/fp32.cuh"
+#include "attention/fp32.cuh"
 #include "attention/query_block.cuh"
 //% if form
 #include "attention/backward/features.cuh"

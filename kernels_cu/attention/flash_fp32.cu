@@ -28,6 +28,7 @@
 #include "ptx/math.cuh"
 #include "tile/reduce.cuh"
 #include "tile/tile_fp32.cuh"
+#include "attention/fp32.cuh"
 //% if form
 #include "attention/features.cuh"
 //% endif
@@ -56,7 +57,6 @@ constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 //% endif
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
-constexpr int LANES = 16;                          // threads that share rows
 constexpr int ROWS = BLOCK_Q / (THREADS / LANES);  // of a thread
 constexpr int ROWS_A_WARP = 2 * ROWS;
 constexpr int KEYS = BLOCK_K / LANES;              // of a thread, in S
@@ -70,10 +70,6 @@ static_assert(HEAD_DIM % 32 == 0, "the padding of QK_PITCH turns rows by four ba
 constexpr int QK_PITCH = HEAD_DIM + 4, P_PITCH = BLOCK_K + 4;
 constexpr int Q_FLOATS = BLOCK_Q * QK_PITCH, K_FLOATS = BLOCK_K * QK_PITCH;
 constexpr int V_FLOATS = BLOCK_K * HEAD_DIM_V;  // + BLOCK_Q * P_PITCH of P; times 4 in bytes
-
-__device__ __forceinline__ float4 load4(const float* shared) {
-  return *reinterpret_cast<const float4*>(shared);
-}
 
 // S = Q K^T for this thread's rows (two apart) and keys (LANES apart).
 __device__ __forceinline__ void multiply_qk(float (&s)[ROWS][KEYS], const float* q_rows,
@@ -94,31 +90,6 @@ __device__ __forceinline__ void multiply_qk(float (&s)[ROWS][KEYS], const float*
         s[i][j] = fmaf(query.w, key[j].w, s[i][j]);
       }
     }
-  }
-}
-
-// O += P V for this thread's rows and columns, four keys at a time.
-__device__ __forceinline__ void multiply_pv(float (&acc)[ROWS][VECTORS][4], const float* p_rows,
-                                            const float* v_columns) {
-#pragma unroll 1
-  for (int key = 0; key < BLOCK_K; key += 4) {
-    float p[ROWS][4];
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i)
-      *reinterpret_cast<float4*>(p[i]) = load4(p_rows + 2 * i * P_PITCH + key);
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-#pragma unroll
-      for (int c = 0; c < VECTORS; ++c) {
-        const float4 value = load4(v_columns + (key + step) * HEAD_DIM_V + c * 4 * LANES);
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-          acc[i][c][0] = fmaf(p[i][step], value.x, acc[i][c][0]);
-          acc[i][c][1] = fmaf(p[i][step], value.y, acc[i][c][1]);
-          acc[i][c][2] = fmaf(p[i][step], value.z, acc[i][c][2]);
-          acc[i][c][3] = fmaf(p[i][step], value.w, acc[i][c][3]);
-        }
-      }
   }
 }
 
@@ -272,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
     // 3. V and P have arrived, K is used up: the next K is fetched while V is multiplied.
     __syncthreads();
     if (tile + 1 < tiles) fetch_k(tile + 1);
-    multiply_pv(acc, p_tile + row0 * P_PITCH, v_tile + 4 * x);
+    add_rows<BLOCK_K, P_PITCH, HEAD_DIM_V>(acc, p_tile + row0 * P_PITCH, v_tile + 4 * x);
 
     // 4. The next K has arrived, V and P are used up.
     __syncthreads();

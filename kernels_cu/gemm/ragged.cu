@@ -69,13 +69,12 @@ static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
 
 // Shared memory: tiles of the weight, tiles of x, rows of out that consumers stage, scales of their
 // tiles' rows of x, barriers.
-struct Ring {
+struct Ring : RingBarriers<Ring, STAGES> {
   static constexpr int A_BYTES = OUTPUTS * STEP_BYTES, B_BYTES = Order::MOST * STEP_BYTES;
   static constexpr int OF_SCALES = (Order::MOST + STAGED_ROWS) * 4;  // and of rows behind a tile's
   static constexpr int STAGED = STAGES * (A_BYTES + B_BYTES + 2 * GUARD);
   static constexpr int SCALES = STAGED + CONSUMERS * (STAGED_BYTES + GUARD);
   static constexpr int BARRIERS = SCALES + (CODES ? CONSUMERS * OF_SCALES + GUARD : 0);
-  u32 base;
   __device__ __forceinline__ u32 staged(int consumer) const {
     return base + STAGED + consumer * (STAGED_BYTES + GUARD);
   }
@@ -85,16 +84,6 @@ struct Ring {
   __device__ __forceinline__ u32 a(int stage) const { return base + stage * (A_BYTES + GUARD); }
   __device__ __forceinline__ u32 b(int stage) const {
     return base + STAGES * (A_BYTES + GUARD) + stage * (B_BYTES + GUARD);
-  }
-  __device__ __forceinline__ u32 full(int stage) const { return base + BARRIERS + stage * 16; }
-  __device__ __forceinline__ u32 empty(int stage) const { return full(stage) + 8; }
-  __device__ __forceinline__ void begin() const {
-#pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(full(stage), 2);
-      mbarrier_init(empty(stage), RELEASES);
-    }
-    mbarrier_init_fence();
   }
   // This warp needs a stage no more.
   __device__ __forceinline__ void release(int stage, int lane) const {
@@ -150,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_linear_ragged(
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const Ring ring{shared_address(shared_memory)};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
-  if (threadIdx.x == 0) ring.begin();
+  if (threadIdx.x == 0) ring.begin(RELEASES, 2);
   __syncthreads();
   after_previous_kernel();
   Order order;

@@ -57,17 +57,14 @@ static_assert(HALF * SCALES_BYTES % 128 == 0, "where TMA may write");
 static_assert(PART * SPANS <= 256, "a box");
 
 // Shared memory: stages of codes and scales, bases of warps, sums of a batch, barriers.
-struct Memory {
+struct Memory : RingBarriers<Memory, STAGES> {
   static constexpr int BASES = STAGES * (STAGE_BYTES + GUARD), OF_BASES = WARPS * GROUPS * 64;
   static constexpr int OF_SUMS = BASES + OF_BASES + GUARD;
   static constexpr int BARRIERS = OF_SUMS + BATCH * SUMS * 4 + GUARD;
-  u32 base;
   __device__ __forceinline__ u32 stage(int i) const { return base + i * (STAGE_BYTES + GUARD); }
   __device__ __forceinline__ u32 bases(int warp) const {
     return base + BASES + warp * (GROUPS * 64);
   }
-  __device__ __forceinline__ u32 full(int i) const { return base + BARRIERS + i * 16; }
-  __device__ __forceinline__ u32 empty(int i) const { return full(i) + 8; }
 };
 using Place = RingPlace<STAGES>;
 
@@ -217,14 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const int lane = threadIdx.x % WARP_SIZE;
 
   // 1. Barriers; the first tile's lines come to L2, which reads nothing yet.
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 0; i < STAGES; ++i) {
-      mbarrier_init(memory.full(i), 1);
-      mbarrier_init(memory.empty(i), WARPS);
-    }
-    mbarrier_init_fence();
-  }
+  if (threadIdx.x == 0) memory.begin(WARPS, 1);
   if (warp == WARPS) {
     const i64 row_bytes = static_cast<i64>(k) * Weights::BITS / 8;
     if (lane < TILE && first_tile < end_tile)

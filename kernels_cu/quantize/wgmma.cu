@@ -77,23 +77,12 @@ static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
               "more would be waited for forever");
 
 // Shared memory: tiles of x, tiles of the weight, barriers.
-struct Ring {
+struct Ring : RingBarriers<Ring, STAGES> {
   static constexpr int A_BYTES = BLOCK_M * BLOCK_K, B_BYTES = BLOCK_N * BLOCK_K;
   static constexpr int BARRIERS = STAGES * (A_BYTES + B_BYTES + 2 * GUARD);
-  u32 base;
   __device__ __forceinline__ u32 a(int stage) const { return base + stage * (A_BYTES + GUARD); }
   __device__ __forceinline__ u32 b(int stage) const {
     return base + STAGES * (A_BYTES + GUARD) + stage * (B_BYTES + GUARD);
-  }
-  __device__ __forceinline__ u32 full(int stage) const { return base + BARRIERS + stage * 16; }
-  __device__ __forceinline__ u32 empty(int stage) const { return full(stage) + 8; }
-  __device__ __forceinline__ void begin() const {
-#pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(full(stage), 1);
-      mbarrier_init(empty(stage), RELEASES);
-    }
-    mbarrier_init_fence();
   }
   // This warp needs a stage no more.
   __device__ __forceinline__ void release(int stage, int lane) const {
@@ -166,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
   const Ring ring{shared_address(shared_memory)};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
   const int rank = CLUSTER == 1 ? 0 : cluster_rank();
-  if (threadIdx.x == 0) ring.begin();
+  if (threadIdx.x == 0) ring.begin(RELEASES, 1);
   __syncthreads();
   if (CLUSTER > 1) meet_cluster();  // both blocks' barriers are there
   after_previous_kernel();

@@ -64,29 +64,18 @@ static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
               "more would be waited for forever");
 
 // Shared memory: tiles of x, tiles of the weight, scales, barriers.
-struct Ring {
+struct Ring : RingBarriers<Ring, STAGES> {
   static constexpr int A_BYTES = BLOCK_M * BLOCK_K, B_BYTES = BLOCK_N * BLOCK_K;
   static constexpr int SCALES_BYTES = BLOCK_M * 4 + 16, OF_B = STAGES * (A_BYTES + GUARD);
   static constexpr int OF_SCALES = OF_B + STAGES * (B_BYTES + GUARD);
   static constexpr int BARRIERS = OF_SCALES + STAGES * (SCALES_BYTES + GUARD);
   static constexpr int RELEASES = 4 * CONSUMERS;  // of a stage, by warps
-  u32 base;
   __device__ __forceinline__ u32 a(int stage) const { return base + stage * (A_BYTES + GUARD); }
   __device__ __forceinline__ u32 b(int stage) const {
     return base + OF_B + stage * (B_BYTES + GUARD);
   }
   __device__ __forceinline__ u32 scales(int stage) const {
     return base + OF_SCALES + stage * (SCALES_BYTES + GUARD);
-  }
-  __device__ __forceinline__ u32 full(int stage) const { return base + BARRIERS + stage * 16; }
-  __device__ __forceinline__ u32 empty(int stage) const { return full(stage) + 8; }
-  __device__ __forceinline__ void begin() const {
-#pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(full(stage), 2);  // operands, and scales
-      mbarrier_init(empty(stage), RELEASES);
-    }
-    mbarrier_init_fence();
   }
 };
 using Place = RingPlace<STAGES>;
@@ -206,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma_blocks(
   const Ring ring{shared_address(shared_memory)};
   const int warp = __shfl_sync(FULL_MASK, threadIdx.x / WARP_SIZE, 0), warpgroup = warp / 4;
   const int lane = threadIdx.x % WARP_SIZE;
-  if (threadIdx.x == 0) ring.begin();
+  if (threadIdx.x == 0) ring.begin(Ring::RELEASES, 2);  // operands, and scales
   __syncthreads();
   after_previous_kernel();
   Order order{m, ceil_div(n, OUT_COLUMNS), group_rows};

@@ -108,11 +108,12 @@ __device__ __forceinline__ void round_to(u32 (&p)[STEPS][4], const float (&s)[1]
     }
 }
 
-// Scores of keys a row may not see become -inf. visible_keys(row) counts the keys of this tile that
-// row `row` of the warp sees; below 0 and beyond the tile are fine.
+// Scores of keys a row may not see become `hidden`. visible_keys(row) counts the keys of this tile
+// that row `row` of the warp sees; below 0 and beyond the tile are fine.
 template <int M, int N, typename VisibleKeys>
 __device__ __forceinline__ void mask_scores(float (&s)[M][N][4], int lane,
-                                            const VisibleKeys& visible_keys) {
+                                            const VisibleKeys& visible_keys,
+                                            float hidden = NEG_INFINITY) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -120,8 +121,8 @@ __device__ __forceinline__ void mask_scores(float (&s)[M][N][4], int lane,
       const int visible = visible_keys(m * 16 + lane / 4 + half * 8) - lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        if (n * 8 >= visible) s[m][n][2 * half] = NEG_INFINITY;
-        if (n * 8 + 1 >= visible) s[m][n][2 * half + 1] = NEG_INFINITY;
+        if (n * 8 >= visible) s[m][n][2 * half] = hidden;
+        if (n * 8 + 1 >= visible) s[m][n][2 * half + 1] = hidden;
       }
     }
 }

@@ -36,18 +36,20 @@ struct ByteCodes {
   }
 };
 
-struct Fp8Codes : ByteCodes<e4m3> {
-  static constexpr float GREATEST = 448.f;
+template <typename Byte, __nv_fp8_interpretation_t KIND>
+struct FloatCodes : ByteCodes<Byte> {
+  static constexpr float GREATEST = 448.f;  // of e4m3; e5m2 has its scales (quantize/e5m2.cuh)
 
   // Of numbers that are divided already.
   static __device__ __forceinline__ uint2 encode_scaled(Eight x) {
     u32 pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      pairs[i] = __nv_cvt_float2_to_fp8x2({x[2 * i], x[2 * i + 1]}, __NV_SATFINITE, __NV_E4M3);
+      pairs[i] = __nv_cvt_float2_to_fp8x2({x[2 * i], x[2 * i + 1]}, __NV_SATFINITE, KIND);
     return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
   }
 };
+using Fp8Codes = FloatCodes<e4m3, __NV_E4M3>;
 struct Int8Codes : ByteCodes<i8> {
   static constexpr float GREATEST = 127.f;
 };

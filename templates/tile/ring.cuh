@@ -15,6 +15,25 @@ struct RingPlace {
   }
 };
 
+// The mbarriers of a ring, two of each stage, Own::BARRIERS bytes behind `base`. full(stage): what
+// was asked for has come; empty(stage): nobody needs it any more.
+template <typename Own, int STAGES>
+struct RingBarriers {
+  u32 base;  // of all that Own has in shared memory
+  __device__ __forceinline__ u32 full(int stage) const { return base + Own::BARRIERS + stage * 16; }
+  __device__ __forceinline__ u32 empty(int stage) const { return full(stage) + 8; }
+  // By one thread; the others wait for it. `arrivals`: of those who fill a stage, `releases`: of
+  // those who are done with it.
+  __device__ __forceinline__ void begin(int releases, int arrivals) const {
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) {
+      mbarrier_init(full(stage), arrivals);
+      mbarrier_init(empty(stage), releases);
+    }
+    mbarrier_init_fence();
+  }
+};
+
 // Where a ring stands after `count` steps.
 template <int SIZE>
 __device__ __forceinline__ RingPlace<SIZE> ring_place(int count) {

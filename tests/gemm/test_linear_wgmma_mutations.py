@@ -47,7 +47,7 @@ BUGS = (
         by="race", **WIDE),
     Bug("too few warps release a stage", WGMMA_CU, "stages.begin(RELEASES, ",
         "stages.begin(RELEASES + 1, ", by="hang", **WIDE),
-    Bug("one operand is waited for", D + "stages.cuh", "full(stage), arrivals);",
+    Bug("one operand is waited for", "templates/tile/ring.cuh", "full(stage), arrivals);",
         "full(stage), 1);", by="barrier", **WIDE),
     Bug("no fence before products", CONSUME, "wgmma_fence();", "", by="wgmma", **WIDE),
     Bug("no turns", CONSUME, "turns.pass();", "", by="hang", **NARROW),

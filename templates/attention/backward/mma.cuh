@@ -168,24 +168,6 @@ __device__ __forceinline__ void mask_queries(float (&s)[M][N][4], int lane, floa
     }
 }
 
-// Where queries are rows: hides keys. visible_keys(row) counts the keys from the left that row
-// `row` of the warp sees; below 0 and beyond the tile are fine.
-template <int M, int N, typename VisibleKeys>
-__device__ __forceinline__ void mask_keys(float (&s)[M][N][4], int lane, float hidden,
-                                          const VisibleKeys& visible_keys) {
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int visible = visible_keys(m * 16 + lane / 4 + half * 8) - lane % 4 * 2;
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        if (n * 8 >= visible) s[m][n][2 * half] = hidden;
-        if (n * 8 + 1 >= visible) s[m][n][2 * half + 1] = hidden;
-      }
-    }
-}
-
 // All A fragments of a warp's rows of a tile.
 template <int STEPS, int M, typename Reader>
 __device__ __forceinline__ void load_fragments(u32 (&fragments)[STEPS][M][4], u32 warp_tile,

@@ -9,7 +9,7 @@
 
 // BOXES of output have room for each warp. GUARD: bytes behind each tile.
 template <typename A_, typename B_, int STAGES_, int CONSUMERS, int BOXES, int GUARD>
-struct GemmStages {
+struct GemmStages : RingBarriers<GemmStages<A_, B_, STAGES_, CONSUMERS, BOXES, GUARD>, STAGES_> {
   using A = A_;
   using B = B_;
   using Staged = SwizzledTile<16, PANEL>;  // of the output: rows of a warp
@@ -21,30 +21,17 @@ struct GemmStages {
   static constexpr int BIAS = STAGED + 4 * CONSUMERS * STAGED_BYTES;
   static constexpr int BIAS_BYTES = B::ROWS * 2;  // of a tile's columns; two of a consumer
   static constexpr int BARRIERS = BIAS + 2 * CONSUMERS * BIAS_BYTES + GUARD;
-  u32 base;
 
-  __device__ __forceinline__ u32 a(int stage) const { return base + stage * A_STAGE; }
+  __device__ __forceinline__ u32 a(int stage) const { return this->base + stage * A_STAGE; }
   __device__ __forceinline__ u32 b(int stage) const {
-    return base + STAGES * A_STAGE + stage * B_STAGE;
+    return this->base + STAGES * A_STAGE + stage * B_STAGE;
   }
   __device__ __forceinline__ u32 staged(int warp) const {
-    return base + STAGED + warp * STAGED_BYTES;
+    return this->base + STAGED + warp * STAGED_BYTES;
   }
-  __device__ __forceinline__ u32 full(int stage) const { return base + BARRIERS + stage * 16; }
-  __device__ __forceinline__ u32 empty(int stage) const { return full(stage) + 8; }
 
   // A word of a consumer's own, behind the barriers.
   __device__ __forceinline__ u32* flag(unsigned char* memory, int consumer) const {
     return reinterpret_cast<u32*>(memory + BARRIERS + STAGES * 16) + consumer;
-  }
-
-  // By one thread; the others wait for it. `arrivals`: of those who fetch A or B.
-  __device__ __forceinline__ void begin(int releases, int arrivals = 2) const {
-#pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(full(stage), arrivals);
-      mbarrier_init(empty(stage), releases);
-    }
-    mbarrier_init_fence();
   }
 };

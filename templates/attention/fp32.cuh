@@ -1,6 +1,6 @@
-// Products of attention's backward in fp32 FMAs. LANES = 16 threads share a row of the block's own
-// tile, a warp has two groups of them: thread (g, x) has rows g, g + 2, ... of its warp, in
-// products with the other tile its rows x, x + 16, ..., in sums over them columns 4x .. 4x + 3 of
+// Products of attention and its backward in fp32 FMAs. LANES = 16 threads share a row of the
+// block's own tile, a warp has two groups of them: thread (g, x) has rows g, g + 2, ... of its warp,
+// in products with the other tile its rows x, x + 16, ..., in sums over them columns 4x .. 4x + 3 of
 // each 64. What stands for scores goes from the first kind of product to the second through shared
 // memory, within a warp. Rows of tiles are 4 banks apart (see tile/tile_fp32.cuh).
 #pragma once

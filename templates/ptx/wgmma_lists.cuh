@@ -1,0 +1,71 @@
+// What the asm statements of wgmma name (ptx/wgmma_products.cuh, ptx/wgmma_bytes.cuh): all N / 2
+// sums of a thread, %0, %1 ... in their text, d[i][j] behind it, C being "+f" or "+r". Each list is
+// the one before it and some more; inputs come after them. PTX ISA: wgmma.mma_async
+#pragma once
+
+#define WGMMA_NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define WGMMA_NAMES_32 WGMMA_NAMES_16 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define WGMMA_NAMES_48 WGMMA_NAMES_32 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define WGMMA_NAMES_64 WGMMA_NAMES_48 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define WGMMA_NAMES_72 WGMMA_NAMES_64 ",%32,%33,%34,%35"
+#define WGMMA_NAMES_80 WGMMA_NAMES_72 ",%36,%37,%38,%39"
+#define WGMMA_NAMES_88 WGMMA_NAMES_80 ",%40,%41,%42,%43"
+#define WGMMA_NAMES_96 WGMMA_NAMES_88 ",%44,%45,%46,%47"
+#define WGMMA_NAMES_104 WGMMA_NAMES_96 ",%48,%49,%50,%51"
+#define WGMMA_NAMES_112 WGMMA_NAMES_104 ",%52,%53,%54,%55"
+#define WGMMA_NAMES_120 WGMMA_NAMES_112 ",%56,%57,%58,%59"
+#define WGMMA_NAMES_128 WGMMA_NAMES_120 ",%60,%61,%62,%63"
+#define WGMMA_NAMES_136 WGMMA_NAMES_128 ",%64,%65,%66,%67"
+#define WGMMA_NAMES_144 WGMMA_NAMES_136 ",%68,%69,%70,%71"
+#define WGMMA_NAMES_152 WGMMA_NAMES_144 ",%72,%73,%74,%75"
+#define WGMMA_NAMES_160 WGMMA_NAMES_152 ",%76,%77,%78,%79"
+#define WGMMA_NAMES_176 WGMMA_NAMES_160 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define WGMMA_NAMES_192 WGMMA_NAMES_176 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define WGMMA_NAMES_208 WGMMA_NAMES_192 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define WGMMA_NAMES_224 WGMMA_NAMES_208 ",%104,%105,%106,%107,%108,%109,%110,%111"
+#define WGMMA_NAMES_240 WGMMA_NAMES_224 ",%112,%113,%114,%115,%116,%117,%118,%119"
+#define WGMMA_NAMES_256 WGMMA_NAMES_240 ",%120,%121,%122,%123,%124,%125,%126,%127"
+#define WGMMA_FOUR(C, i) C(d[i][0]), C(d[i][1]), C(d[i][2]), C(d[i][3])
+#define WGMMA_SUMS_16(C) WGMMA_FOUR(C, 0), WGMMA_FOUR(C, 1)
+#define WGMMA_SUMS_32(C) WGMMA_SUMS_16(C), WGMMA_FOUR(C, 2), WGMMA_FOUR(C, 3)
+#define WGMMA_SUMS_48(C) WGMMA_SUMS_32(C), WGMMA_FOUR(C, 4), WGMMA_FOUR(C, 5)
+#define WGMMA_SUMS_64(C) WGMMA_SUMS_48(C), WGMMA_FOUR(C, 6), WGMMA_FOUR(C, 7)
+#define WGMMA_SUMS_72(C) WGMMA_SUMS_64(C), WGMMA_FOUR(C, 8)
+#define WGMMA_SUMS_80(C) WGMMA_SUMS_72(C), WGMMA_FOUR(C, 9)
+#define WGMMA_SUMS_88(C) WGMMA_SUMS_80(C), WGMMA_FOUR(C, 10)
+#define WGMMA_SUMS_96(C) WGMMA_SUMS_88(C), WGMMA_FOUR(C, 11)
+#define WGMMA_SUMS_104(C) WGMMA_SUMS_96(C), WGMMA_FOUR(C, 12)
+#define WGMMA_SUMS_112(C) WGMMA_SUMS_104(C), WGMMA_FOUR(C, 13)
+#define WGMMA_SUMS_120(C) WGMMA_SUMS_112(C), WGMMA_FOUR(C, 14)
+#define WGMMA_SUMS_128(C) WGMMA_SUMS_120(C), WGMMA_FOUR(C, 15)
+#define WGMMA_SUMS_136(C) WGMMA_SUMS_128(C), WGMMA_FOUR(C, 16)
+#define WGMMA_SUMS_144(C) WGMMA_SUMS_136(C), WGMMA_FOUR(C, 17)
+#define WGMMA_SUMS_152(C) WGMMA_SUMS_144(C), WGMMA_FOUR(C, 18)
+#define WGMMA_SUMS_160(C) WGMMA_SUMS_152(C), WGMMA_FOUR(C, 19)
+#define WGMMA_SUMS_176(C) WGMMA_SUMS_160(C), WGMMA_FOUR(C, 20), WGMMA_FOUR(C, 21)
+#define WGMMA_SUMS_192(C) WGMMA_SUMS_176(C), WGMMA_FOUR(C, 22), WGMMA_FOUR(C, 23)
+#define WGMMA_SUMS_208(C) WGMMA_SUMS_192(C), WGMMA_FOUR(C, 24), WGMMA_FOUR(C, 25)
+#define WGMMA_SUMS_224(C) WGMMA_SUMS_208(C), WGMMA_FOUR(C, 26), WGMMA_FOUR(C, 27)
+#define WGMMA_SUMS_240(C) WGMMA_SUMS_224(C), WGMMA_FOUR(C, 28), WGMMA_FOUR(C, 29)
+#define WGMMA_SUMS_256(C) WGMMA_SUMS_240(C), WGMMA_FOUR(C, 30), WGMMA_FOUR(C, 31)
+
+// OF(N, P0 .. P5) for every N that both have; P0 .. P5: the numbers of the inputs.
+#define WGMMA_SIZES(OF)             \
+  OF(16, 8, 9, 10, 11, 12, 13)      \
+  OF(32, 16, 17, 18, 19, 20, 21)    \
+  OF(48, 24, 25, 26, 27, 28, 29)    \
+  OF(64, 32, 33, 34, 35, 36, 37)    \
+  OF(72, 36, 37, 38, 39, 40, 41)    \
+  OF(80, 40, 41, 42, 43, 44, 45)    \
+  OF(88, 44, 45, 46, 47, 48, 49)    \
+  OF(96, 48, 49, 50, 51, 52, 53)    \
+  OF(104, 52, 53, 54, 55, 56, 57)   \
+  OF(112, 56, 57, 58, 59, 60, 61)   \
+  OF(120, 60, 61, 62, 63, 64, 65)   \
+  OF(128, 64, 65, 66, 67, 68, 69)   \
+  OF(136, 68, 69, 70, 71, 72, 73)   \
+  OF(144, 72, 73, 74, 75, 76, 77)   \
+  OF(152, 76, 77, 78, 79, 80, 81)   \
+  OF(160, 80, 81, 82, 83, 84, 85)   \
+  OF(192, 96, 97, 98, 99, 100, 101) \
+  OF(256, 128, 129, 130, 131, 132, 133)
