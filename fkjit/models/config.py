@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fkjit.arguments import shown, whole
+from fkjit.arguments import one_of, shown, whole
 from fkjit.errors import ArgumentTypeError, ParameterError, did_you_mean
 from fkjit.ops.rope.frequencies import THETA, Llama3Scaling
 
@@ -28,16 +28,21 @@ _GPT2_ONLY = {
 _QWEN_FULL = 28  # layers with all keys before those with a window, where nothing is said
 _LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 MODEL_TYPES = (*_LLAMA_LIKE, "gpt2")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+HEADS = range(8, 257, 8)  # columns of a head that is read in pages
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer.
 
-    model_type: transformers' name. hidden, mlp: widths. theta: of RoPE; None: learned positions.
-    windows: of each layer, how many keys a token sees, itself included; None: all before it.
-    gated: gate and up, activation(gate) * up. qk_norm: RMSNorm of each head before RoPE. tied: the
-    embedding is the head as well. max_length: positions that there are.
+    model_type: transformers' name. vocabulary: tokens. hidden, mlp: columns of the residual stream
+    and behind the activation. heads_q, heads_kv: of queries, and of keys and values; head_dim:
+    columns of each. activation: as `fkjit.linear` calls it. eps: of the norms, RMSNorm's, with
+    learned positions LayerNorm's. max_length: positions that there are. theta: of RoPE; None:
+    learned positions. scaling: of RoPE's frequencies. windows: of each layer, how many keys a token
+    sees, itself included; None: all before it. gated: gate and up, activation(gate) * up. qk_norm:
+    RMSNorm of each head before RoPE. tied: the embedding is the head as well.
 
     Example:
         >>> config = fkjit.models.ModelConfig.of("llama-3.2-1b")
@@ -168,7 +173,7 @@ def _multiple(name: str, value: int, other: str, of: int) -> None:
 
 
 def _activation(name: Any) -> str:
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ParameterError(
             f"{_CALL}: activation {shown(name)}; allowed: {', '.join(ACTIVATIONS)}"
         )
@@ -216,7 +221,12 @@ def _llama(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope(fields: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
     """theta and scaling; transformers 5 has them in rope_parameters, config.json often apart."""
-    said = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
+    said: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = fields.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise ArgumentTypeError(f"{_CALL}: {name}={shown(given)}; allowed: a dictionary, None")
+        said |= given
     found = (said.get("rope_theta"), fields.get("rope_theta"), THETA)
     theta = _number("rope_theta", next(one for one in found if one is not None))
     kind = said.get("rope_type") or said.get("type") or "default"
@@ -224,9 +234,10 @@ def _rope(fields: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
         return theta, None
     if kind != "llama3":
         raise ParameterError(f"{_CALL}: rope_type={shown(kind)}; allowed: default, llama3")
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    factor, low, high, context = _need(said, *names)
-    return theta, Llama3Scaling(float(factor), float(low), float(high), int(context))
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    factor, low, high = map(_number, names, _need(said, *names))
+    (context,) = _sizes(said, "original_max_position_embeddings")
+    return theta, Llama3Scaling(factor, low, high, context)
 
 
 def _windows(fields: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
@@ -242,6 +253,10 @@ def _windows(fields: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     if kinds is None:
         full = _size(fields, "max_window_layers", _QWEN_FULL) if qwen else 0
         return tuple(window if n >= full else None for n in range(layers))
+    if not isinstance(kinds, list | tuple):
+        raise ArgumentTypeError(f"{_CALL}: layer_types={shown(kinds)}; allowed: a list of words")
+    for kind in kinds:
+        one_of(_CALL, "layer_types", kind, _LAYER_TYPES)
     if len(kinds) != layers:
         raise ParameterError(f"{_CALL}: {len(kinds)} layer_types; allowed: {layers}, one a layer")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

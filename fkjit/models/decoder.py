@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fkjit.arguments import as_list, shown, whole
 from fkjit.errors import ArgumentTypeError, ParameterError, UnknownSequenceError
-from fkjit.models.config import ModelConfig
+from fkjit.models.config import HEADS, ModelConfig
 from fkjit.models.network import Network
 from fkjit.models.plan import StepPlan, checked
 from fkjit.models.prefill import Piece, Prompts
@@ -64,7 +64,7 @@ class Decoder:
 
     Args:
         config: a Hugging Face configuration of GPT-2, Llama, Mistral, Qwen2 or Qwen3, its
-            dictionary, or a name of `fkjit.models.named_configs()`.
+            dictionary, or a name of `fkjit.models.named_configs()`; heads of 8, 16 … 256 columns.
         weights: the model's state_dict(), or `fkjit.models.random_weights(...)`.
         dtype, device: of weights, activations and cache: "fp16" or "bf16"; "cuda", "cuda:1", "cpu"
             (the interpreter). Weights of `random_weights` bring their own.
@@ -113,6 +113,11 @@ class Decoder:
         quantize_head: str | None = None,
     ) -> None:
         self.config = ModelConfig.of(config)
+        if self.config.head_dim not in HEADS:
+            raise ParameterError(
+                f"{_CALL}: head_dim={self.config.head_dim}; allowed: multiples of {HEADS.step} up "
+                f"to {HEADS[-1]}"
+            )
         held = self._weights(weights, dtype, device, keeper(self.config, quantize))
         held = with_head(held, self.config, quantize_head)
         longest = min(self.config.max_length, LONGEST) if max_length is None else max_length

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fkjit.errors import FkjitError
-from fkjit.models.config import ModelConfig
+from fkjit.models.config import HEADS, ModelConfig
 from fkjit.models.modules import is_ours
 from fkjit.models.sampling import Sampling
 from fkjit.ops.op import torch_ops
@@ -17,7 +17,6 @@ _MODELS = ("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2Fo
            "Qwen3ForCausalLM")  # fmt: skip
 _MODES = ("greedy_search", "sample")
 _CACHES = (None, "dynamic", "static", "hybrid", "sliding_window")
-_HEADS = range(8, 257, 8)  # columns
 _PAGES = "cp_async"  # what kernels read keys in pages with
 _KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 _IN_GRAPH = {"TemperatureLogitsWarper": "temperature", "TopKLogitsWarper": "top_k",
@@ -51,7 +50,7 @@ def model_config(model: Any) -> ModelConfig | None:
         found = ModelConfig.of(said)
     except FkjitError:
         return None
-    return found if found.head_dim in _HEADS else None
+    return found if found.head_dim in HEADS else None
 
 
 def decodable(model: Any, given: Any, named: Mapping[str, Any]) -> bool:

@@ -35,8 +35,9 @@ class StepPlan(NamedTuple):
     and the number of sequences (up to eight) permit it: norm, qkv, RoPE and append are one, norm
     and up another; qkv and up then name nothing. whole: the step is one launch, where the model and
     the GPU (Hopper) permit it; then all the others say nothing. streamed: products that fetch their
-    weight before the previous kernel is over, RoPE, append and RMSNorm among them, of up to 64
-    sequences, where the model and the GPU (Hopper) permit it; then only the head is named."""
+    weight before the previous kernel is over, RoPE, append and norms among them, of up to 64
+    sequences, where the model and the GPU (Hopper) permit it; then no product is named. What the
+    model, the GPU or the number of sequences does not permit is as if it were False."""
 
     qkv: str = "auto"
     out: str = "auto"
@@ -149,8 +150,8 @@ def checked(plan: Any) -> StepPlan | str | None:
 
 
 def best(seconds: Callable[[StepPlan], float]) -> StepPlan:
-    """The plan of the least time: of those with one impl for all products, then with another one
-    for each product in turn.
+    """The plan of the least time: one launch, streamed products, or one impl for all products; of
+    the last, then with another one for each product in turn.
 
     seconds: of a step; ParameterError for a plan that so many rows cannot have.
     """

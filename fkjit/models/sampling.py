@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fkjit.arguments import shown, whole
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.op import torch_ops
@@ -37,24 +39,30 @@ class Sampling(NamedTuple):
     seed: int | None = None
 
     def checked(self) -> Sampling:
-        """Itself. ParameterError, ArgumentTypeError for what is out of range or no number."""
-        for name, kinds in (("temperature", (int, float)), ("top_k", int), ("top_p", (int, float)),
-                            ("seed", int)):  # fmt: skip
-            value = getattr(self, name)
-            given = value is not None or name == "temperature"
-            if given and (isinstance(value, bool) or not isinstance(value, kinds)):
-                raise ArgumentTypeError(f"{_CALL}: {name}={shown(value)}; allowed: a number")
-        if not 0 <= self.temperature <= _HOTTEST:
+        """Itself, NumPy's numbers as Python's. ParameterError, ArgumentTypeError for what is out of
+        range or no number."""
+        temperature, top_k, top_p, seed = self
+        temperature = _number("temperature", temperature)
+        top_p = None if top_p is None else _number("top_p", top_p)
+        if not 0 <= temperature <= _HOTTEST:
             raise ParameterError(
-                f"{_CALL}: temperature={shown(self.temperature)}; allowed: from 0 on, finite"
+                f"{_CALL}: temperature={shown(temperature)}; allowed: from 0 on, finite"
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise ParameterError(f"{_CALL}: top_k={self.top_k}; allowed: from 1 on, or None")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ParameterError(f"{_CALL}: top_p={self.top_p}; allowed: above 0, up to 1, or None")
-        if self.seed is not None:
-            whole(_CALL, "seed", self.seed, *SEEDS)
-        return self
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ParameterError(f"{_CALL}: top_p={top_p}; allowed: above 0, up to 1, or None")
+        return Sampling(
+            float(temperature),
+            None if top_k is None else whole(_CALL, "top_k", top_k, 1, where=", or None"),
+            None if top_p is None else float(top_p),
+            None if seed is None else whole(_CALL, "seed", seed, *SEEDS),
+        )
+
+
+def _number(name: str, value: Any) -> float:
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentTypeError(f"{_CALL}: {name}={shown(value)}; allowed: a number")
+    return value
 
 
 def mode_of(samplings: Iterable[Sampling]) -> str:

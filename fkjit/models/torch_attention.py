@@ -18,8 +18,9 @@ def torch_attention(fallback: bool = False) -> Iterator[None]:
     modules do, call `fkjit.compat`'s instead.
 
     Args:
-        fallback: whether what fkjit refuses (dropout, other dtypes, head dimensions above 256) goes
-            to PyTorch's function; without it the refusal is raised.
+        fallback: whether what fkjit refuses (dropout, other dtypes, head dimensions above 256, or
+            without gradients in 16 bits above 512) goes to PyTorch's function; without it the
+            refusal is raised.
 
     For the whole process, not a thread; names that were imported from the module before stay
     PyTorch's. Contexts may stand in one another. Raises ParameterError before torch is imported.

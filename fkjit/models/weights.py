@@ -15,6 +15,7 @@ from fkjit.ops.op import torch_ops
 from fkjit.ops.quantize.schemes import QuantizedTensor
 
 _CALL = "Decoder"
+_BIASED = ("qkv", "qwen2")  # a product of a model that has a bias, where others need none
 
 
 class Affine(NamedTuple):
@@ -87,20 +88,31 @@ def fitting(config: ModelConfig, weights: Weights) -> Weights:
 
 def _shapes(config: ModelConfig, weights: Weights) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
     """Names of arrays, these, and what they should be."""
-    table = (config.vocabulary, config.hidden)
+    table, learned = (config.vocabulary, config.hidden), config.theta is None
     yield "embedding", weights.embedding, table
     yield "head", weights.head, table
-    yield "norm", weights.norm.weight, table[1:]
-    if config.theta is None:
+    yield from _of_norm("norm", weights.norm, learned, config.hidden)
+    if learned:
         yield "positions", weights.positions, (config.max_length, config.hidden)
     for number, layer in enumerate(weights.layers):
         for name, shape in config.products().items():
             product = getattr(layer, name)
             yield f"layers[{number}].{name}", product.weight, shape
-            if product.bias is not None:
+            if product.bias is not None or learned or (name, config.model_type) == _BIASED:
                 yield f"layers[{number}].{name}.bias", product.bias, shape[:1]
         for name in ("norm", "mlp_norm"):
-            yield f"layers[{number}].{name}", getattr(layer, name).weight, table[1:]
+            one = getattr(layer, name)
+            yield from _of_norm(f"layers[{number}].{name}", one, learned, config.hidden)
+        for name in ("q_norm", "k_norm") if config.qk_norm else ():
+            yield f"layers[{number}].{name}", getattr(layer, name), (config.head_dim,)
+
+
+def _of_norm(
+    name: str, norm: Affine, biased: bool, columns: int
+) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
+    yield name, norm.weight, (columns,)
+    if biased:
+        yield f"{name}.bias", norm.bias, (columns,)
 
 
 def arranged(
@@ -114,8 +126,8 @@ def arranged(
     but of weights that lie so already (`joined.join`): drop the state where memory is short.
 
     Raises:
-        ArgumentTypeError: state is no mapping. ParameterError: a weight is missing, or its shape is
-        not what the configuration says.
+        ArgumentTypeError: state is no mapping, or has something else than tensors. ParameterError:
+        a weight is missing, or its shape is not what the configuration says.
     """
     if not isinstance(state, Mapping):
         raise ArgumentTypeError(
@@ -143,14 +155,15 @@ class _Reader:
         found = self.find(name)
         if found is None:
             raise ParameterError(f"{_CALL}: state_dict lacks {self.prefix}{name}")
+        if not isinstance(found, torch_ops.torch_seen().Tensor):
+            raise ArgumentTypeError(
+                f"{_CALL}: {self.prefix}{name} is a {type(found).__name__}; allowed: a torch tensor"
+            )
         if tuple(found.shape) != shape:
             raise ParameterError(
                 f"{_CALL}: {self.prefix}{name} has shape {tuple(found.shape)}; allowed: {shape}"
             )
         return found.detach().to(self.device, self.dtype)
-
-    def optional(self, name: str, *shape: int) -> Any:
-        return None if self.find(name) is None else self(name, *shape)
 
 
 def _llama(config: ModelConfig, read: _Reader, keep: Keep) -> Weights:
@@ -172,7 +185,7 @@ def _llama_layer(config: ModelConfig, read: _Reader, at: str) -> Layer:
     both = [(f"{at}mlp.{name}_proj.", config.mlp) for name in ("gate", "up")]
     return Layer(
         Affine(read(f"{at}input_layernorm.weight", hidden)),
-        _joined(read, names, hidden),
+        _joined(read, names, hidden, ("qkv", config.model_type) == _BIASED),
         _joined(read, [(f"{at}self_attn.o_proj.", hidden)], config.heads_q * dim),
         Affine(read(f"{at}post_attention_layernorm.weight", hidden)),
         _joined(read, both, hidden),
@@ -181,15 +194,17 @@ def _llama_layer(config: ModelConfig, read: _Reader, at: str) -> Layer:
     )
 
 
-def _joined(read: _Reader, parts: list[tuple[str, int]], width: int) -> Affine:
-    """Products of one input as one: rows below each other."""
+def _joined(
+    read: _Reader, parts: list[tuple[str, int]], width: int, biased: bool = False
+) -> Affine:
+    """Products of one input as one: rows below each other; biases of all of them, or of none."""
     torch = torch_ops.torch_seen()
     weights = [read(f"{name}weight", rows, width) for name, rows in parts]
-    biases = [read.optional(f"{name}bias", rows) for name, rows in parts]
+    biased = biased or any(read.find(f"{name}bias") is not None for name, _ in parts)
+    biases = [read(f"{name}bias", rows) for name, rows in parts] if biased else [None]
     if len(parts) == 1:
         return Affine(weights[0].contiguous(), biases[0])
-    bias = None if biases[0] is None else _one(torch, biases)
-    return Affine(_one(torch, weights), bias)
+    return Affine(_one(torch, weights), _one(torch, biases) if biased else None)
 
 
 def _one(torch: Any, parts: list[Any]) -> Any:

@@ -209,7 +209,10 @@ def test_what_submit_refuses():
     refused(ParameterError, r"seed=\d+; allowed", sampling=Sampling(1.0, seed=1 << 70))
     refused(ParameterError, r"temperature=1\d+…; allowed", sampling=Sampling(10**400))
     refused(ArgumentTypeError, "stop=5 is not a list of numbers", stop=5)
-    refused(ParameterError, "top_k=0; allowed: from 1 on", sampling=Sampling(1.0, top_k=0))
+    refused(
+        ParameterError, "top_k=0; allowed: 1 and above, or None", sampling=Sampling(1.0, top_k=0)
+    )
+    refused(ArgumentTypeError, "top_k=2.0 is not a whole", sampling=Sampling(1.0, top_k=2.0))
     refused(ArgumentTypeError, "seed='x'", sampling=Sampling(1.0, seed="x"))
 
 
@@ -233,8 +236,40 @@ def test_weights_that_do_not_fit_are_named():
         Decoder(CONFIGS["llama"], state, dtype="fp32", device="cpu")
     with pytest.raises(ArgumentTypeError, match="state_dict is a list"):
         Decoder(CONFIGS["llama"], [], **options)
+    with pytest.raises(ArgumentTypeError, match=f"{name} is a ndarray; allowed: a torch tensor"):
+        Decoder(CONFIGS["llama"], state | {name: state[name].numpy()}, **options)
     with pytest.raises(DeviceError, match='Decoder: device=\'tpu\'; allowed: "cpu", "cuda"'):
         Decoder(CONFIGS["llama"], state, dtype="fp16", device="tpu")
+
+
+def test_biases_are_those_of_all_of_q_k_and_v():
+    state, options = state_of("qwen2"), {"dtype": "fp16", "device": "cpu"}
+    name = "model.layers.0.self_attn.k_proj.bias"
+    biases = {key for key in state if key.endswith("bias")}
+    for gone in ({name}, biases):
+        some = {key: value for key, value in state.items() if key not in gone}
+        with pytest.raises(ParameterError, match=r"lacks model.layers.0.self_attn.[qk]_proj.bias"):
+            Decoder(CONFIGS["qwen2"], some, **options)
+    one = {name: torch.zeros(16)}
+    with pytest.raises(ParameterError, match=r"lacks model.layers.0.self_attn.q_proj.bias"):
+        Decoder(CONFIGS["llama"], state_of("llama") | one, **options)
+
+
+@pytest.mark.parametrize("kind, match", [
+    ("qwen2", r"layers\[0\].qkv.bias is missing"), ("qwen3", r"layers\[0\].q_norm is missing"),
+])  # fmt: skip
+def test_weights_of_another_family_are_refused(kind, match):
+    made = random_weights(CONFIGS["llama"], "fp16", "cpu")
+    with pytest.raises(ParameterError, match=match):
+        Decoder(CONFIGS["llama"] | {"model_type": kind}, made)
+
+
+@pytest.mark.parametrize("columns", [12, 15, 264])
+def test_heads_that_are_not_read_in_pages_are_refused_at_once(columns):
+    config = CONFIGS["llama"] | {"head_dim": columns}
+    match = f"head_dim={columns}; allowed: multiples of 8 up to 256"
+    with pytest.raises(ParameterError, match=match):
+        Decoder(config, random_weights(config, "fp16", "cpu"))
 
 
 def test_weights_of_another_configuration_are_refused():

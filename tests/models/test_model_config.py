@@ -12,6 +12,8 @@ LLAMA = {
     "model_type": "llama", "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48,
     "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64,
 }  # fmt: skip
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 48, "n_embd": 32, "n_layer": 1, "n_head": 2,
         "n_positions": 16}  # fmt: skip
 
@@ -36,10 +38,8 @@ def test_every_named_configuration_is_counted():
 
 
 def test_rope_is_read_from_both_forms():
-    numbers = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
-    old = ModelConfig.of(LLAMA | {"rope_theta": 5e5, "rope_scaling": numbers})
-    new = ModelConfig.of(LLAMA | {"rope_parameters": {**numbers, "rope_theta": 5e5}})
+    old = ModelConfig.of(LLAMA | {"rope_theta": 5e5, "rope_scaling": SCALED})
+    new = ModelConfig.of(LLAMA | {"rope_parameters": {**SCALED, "rope_theta": 5e5}})
     assert old == new and old.theta == 5e5 and old.scaling == Llama3Scaling(8.0, 1.0, 4.0, 32)
     assert ModelConfig.of(LLAMA).scaling is None and ModelConfig.of(LLAMA).theta == 10_000
     assert ModelConfig.of(old) is old
@@ -63,6 +63,11 @@ def test_windows_are_of_layers():
     ({"model_type": "llama"}, ParameterError, "lacks vocab_size, hidden_size"),
     (LLAMA | {"hidden_act": "mish"}, ParameterError, "activation 'mish'; allowed: silu"),
     (LLAMA | {"rope_scaling": {"rope_type": "yarn"}}, ParameterError, "rope_type='yarn'"),
+    (LLAMA | {"hidden_act": ["silu"]}, ParameterError, r"activation \['silu'\]; allowed: silu"),
+    (LLAMA | {"rope_scaling": "yarn"}, ArgumentTypeError, "rope_scaling='yarn'; allowed: a dict"),
+    (LLAMA | {"rope_scaling": SCALED | {"factor": "8"}}, ArgumentTypeError, "factor='8'; allowed"),
+    (LLAMA | {"rope_scaling": SCALED | {"original_max_position_embeddings": 0.5}},
+     ArgumentTypeError, "original_max_position_embeddings=0.5 is not a whole number"),
     (LLAMA | {"hidden_size": "32"}, ArgumentTypeError, "hidden_size='32' is not a whole number"),
     (LLAMA | {"num_hidden_layers": 0}, ParameterError, "num_hidden_layers=0; allowed: 1 and"),
     (LLAMA | {"num_key_value_heads": 3}, ParameterError,
@@ -70,6 +75,9 @@ def test_windows_are_of_layers():
     (LLAMA | {"rope_theta": -1}, ParameterError, "rope_theta=-1; allowed: above 0"),
     (LLAMA | {"rms_norm_eps": "x"}, ArgumentTypeError, "rms_norm_eps='x'; allowed: a number"),
     (LLAMA | {"layer_types": ["full_attention"]}, ParameterError, "1 layer_types; allowed: 2"),
+    (LLAMA | {"layer_types": 2}, ArgumentTypeError, "layer_types=2; allowed: a list of words"),
+    (LLAMA | {"layer_types": ["full_attention", "chunked"]}, ParameterError,
+     "layer_types='chunked' is not one of full_attention, sliding_attention"),
     (GPT2 | {"n_head": 3}, ParameterError, "n_embd=32; allowed: a multiple of n_head=3"),
     (GPT2 | {"scale_attn_weights": False}, ParameterError, "scale_attn_weights=False; allowed: T"),
 ])  # fmt: skip

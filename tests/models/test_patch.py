@@ -140,6 +140,10 @@ def test_other_things_than_models_and_dropout_are_refused():
     for given in ({}, {"input_ids": [1]}):
         with pytest.raises(ArgumentTypeError, match=r"CapturedStep: .* allowed: the model's torch"):
             step(**given)
+    model = built("Llama")
+    step = fkjit.models.CapturedStep(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(ParameterError, match="of input_ids the model makes no loss; allowed: tens"):
+        step(input_ids=torch.tensor(TOKENS[:1]))
     model = built("Llama", attention_dropout=0.1).train()
     fkjit.models.patch(model)
     with pytest.raises(ParameterError, match=r"attention dropout=0\.1; allowed: 0"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -104,3 +105,9 @@ def test_the_mode_is_the_cheapest_that_a_batch_permits():
     assert mode_of([greedy, plain]) == mode_of([Sampling(1.0, None, 1.0)]) == PLAIN
     assert mode_of([greedy, few]) == FEW
     assert mode_of([few, plain]) == mode_of([many]) == mode_of([nucleus, few]) == SORTED
+
+
+def test_numpys_numbers_are_pythons():
+    given = Sampling(np.float32(0.5), np.int64(3), np.float64(0.9), np.int32(7))
+    assert list(map(type, given.checked())) == [float, int, float, int]
+    assert given.checked() == Sampling(0.5, 3, 0.9, 7)

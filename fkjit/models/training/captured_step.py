@@ -40,8 +40,9 @@ class CapturedStep:
         self._calls = 0
 
     def __call__(self, **tensors: Any) -> Any:
-        """The loss before the step. ParameterError for tensors of other names, shapes or dtypes
-        than those of the capture; ArgumentTypeError for what is no tensor."""
+        """The loss before the step, a tensor without gradient, as it came from the model.
+        ParameterError for tensors of other names, shapes or dtypes than those of the capture, and
+        where the model makes no loss of them; ArgumentTypeError for what is no tensor."""
         torch = torch_ops.torch_seen()
         for name, given in (tensors or {"step": None}).items():
             if torch is None or not isinstance(given, torch.Tensor):
@@ -69,7 +70,12 @@ class CapturedStep:
 
     def _step(self, tensors: dict[str, Any]) -> Any:
         self._optimizer.zero_grad(set_to_none=True)
-        loss = self._model(**tensors).loss
+        loss = getattr(self._model(**tensors), "loss", None)
+        if loss is None:
+            raise ParameterError(
+                f"{_CALL}: of {', '.join(tensors)} the model makes no loss; allowed: tensors among "
+                "which are what it takes for one, as labels=…"
+            )
         loss.backward()
         self._optimizer.step()
         return loss.detach()
