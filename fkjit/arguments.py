@@ -8,15 +8,13 @@ call takes, and says so; nothing is looked at as long as all is well.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from fkjit.errors import ArgumentTypeError, FkjitError, ParameterError
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _LONG = 80  # characters of a value
 _NUMBERS = "biufU"  # kinds of NumPy's scalars that are as good as Python's
 _HUGE = 1 << 63
@@ -120,29 +118,3 @@ def bind(
         raise ArgumentTypeError(f"{call}: {error}; it takes {signature}") from None
     bound.apply_defaults()
     return dict(bound.arguments)
-
-
-def explained(call: str, arrays: tuple[str, ...] = ()) -> Callable[[_Function], _Function]:
-    """A decorator for calls that need not be fast: errors that are not ours go through `blame`.
-
-    `arrays`: parameters that take anything with elements; what the call takes besides is options.
-    """
-
-    def decorate(function: _Function) -> _Function:
-        signature = inspect.signature(function)
-
-        @wraps(function)
-        def checked(*args: Any, **named: Any) -> Any:
-            try:
-                return function(*args, **named)
-            except FkjitError:
-                raise
-            except Exception as error:
-                given = bind(call, signature, args, named)
-                given.pop("self", None)
-                options = {name: v for name, v in given.items() if name not in arrays}
-                raise blame(call, options, {}, error) from error.__cause__
-
-        return checked  # type: ignore[return-value]
-
-    return decorate

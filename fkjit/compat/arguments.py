@@ -32,8 +32,8 @@ def explained(call: str, tensors: tuple[str, ...]) -> Callable[[_Function], _Fun
             except FkjitError:
                 raise
             except Exception as error:
-                given = bind(call, signature, args, named)
-                raise _about(call, given, tensors, error) from error
+                found = _about(call, bind(call, signature, args, named), tensors, error)
+                raise found from (error.__cause__ if found is error else error)
 
         return checked  # type: ignore[return-value]
 

@@ -248,3 +248,18 @@ def test_flash_attn_varlen_with_a_block_table():
         q, *(torch.cat(x) for x in whole), ends_q, ends_k, 20, 33, causal=True
     )
     close(made, expected, 2e-3)
+
+
+@pytest.mark.parametrize("raised, cause", [(MemoryError("m"), None), (ValueError("v"), "v")])
+def test_an_error_is_not_its_own_cause(raised, cause, monkeypatch):
+    """What arguments are not to blame for comes as it is, else what it is made of is the cause."""
+
+    def attention(*args, **options):
+        raise raised
+
+    monkeypatch.setattr("fkjit.compat.sdpa.attention", attention)
+    q = draw(1, 2, 3, 8)
+    with pytest.raises((MemoryError, ParameterError)) as caught:
+        compat.scaled_dot_product_attention(q, q, q)
+    assert (caught.value is raised) == (cause is None)
+    assert caught.value.__cause__ is (None if cause is None else raised)
