@@ -108,7 +108,11 @@ def _replacement(module: Any, attention: bool) -> tuple[str, Forward] | None:
 
 
 def unpatch(model: Any) -> None:
-    """Put back what `patch` replaced; nothing to do for a model that is not patched."""
+    """Put back what `patch` replaced; nothing to do for a model that is not patched. Weights that
+    `patch` made views of one array get arrays of their own.
+
+    Raises ArgumentTypeError: model is no PreTrainedModel.
+    """
     _check("unpatch", model)
     state = model.__dict__.pop(_STATE, None)
     if state is None:

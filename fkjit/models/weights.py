@@ -248,8 +248,18 @@ def _transposed(read: _Reader, name: str, width: int, rows: int) -> Affine:
 
 
 def random_weights(config: Any, dtype: Any, device: Any, seed: int = 0) -> Weights:
-    """Weights from a seed, to measure with: normal, of standard deviation 0.02, norms of 1. Of a
-    configuration as `Decoder` takes it."""
+    """Weights from a seed, to measure with: normal, of standard deviation 0.02; norms of 1, biases
+    of 0. The same seed makes others on another device.
+
+    Args:
+        config: as `Decoder` takes it.
+        dtype: "fp16" or "bf16", or torch's. device: "cuda", "cuda:1", "cpu".
+        seed: of a torch.Generator.
+
+    Returns: what `Decoder` takes for weights, which are in this dtype and on this device then.
+
+    Raises ParameterError, ArgumentTypeError, DeviceError as `Decoder` does.
+    """
     call = "random_weights"
     config, dtype, torch = ModelConfig.of(config), dtype_of(call, dtype), torch_ops.torch_seen()
     whole(call, "seed", seed, *SEEDS)
