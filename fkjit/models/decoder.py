@@ -288,7 +288,7 @@ class Decoder:
             if -(-tokens // page_size) > self.cache.free_pages:
                 return
             one.sequence = self.cache.allocate()
-            self.cache.reserve([one.sequence], tokens)
+            self.cache.reserve([one.sequence], tokens, flush=False)
             self._filling.append(self._waiting.popleft())
 
     def _fill(self) -> None:

@@ -21,6 +21,7 @@ from fkjit.runtime import workspace
 
 _TOKENS = (64, 128, 256, 384, 512, 768, 1024)  # of a padded pass; more keep the GPU busy
 _PIECES = (1, 4, 16, 64)  # of a padded pass
+_APART = 64  # int32: arrays of a pass begin at multiples of 256 bytes
 # Whose scale is the largest of all tokens', padding among them.
 _TOGETHER = ("fp8_tensor", "")
 
@@ -51,15 +52,47 @@ def padded(tokens: int, pieces: int, codes: str | None = None) -> Size | None:
 
 
 class _Arrays(NamedTuple):
-    """tokens, positions, slots [tokens], ends [pieces + 1], last [pieces], rows [pieces]: int32.
-    last: each piece's last token."""
+    """tokens, positions, slots [tokens], ends [pieces + 1], last, rows [pieces]: int32. last: each
+    piece's last token."""
 
     tokens: Any
     positions: Any
+    slots: Any
     ends: Any
     last: Any
-    slots: Any
     rows: Any
+
+
+def _arrays(numbers: Any, size: Size) -> _Arrays:
+    """Views of one array, of NumPy or torch, as long as `_length` says; all begin at addresses of
+    which wide accesses may be."""
+    tokens, pieces = size
+    counts, at, made = (tokens, tokens, tokens, pieces + 1, pieces, pieces), 0, []
+    for count in counts:
+        made.append(numbers[at : at + count])
+        at += -(-count // _APART) * _APART
+    return _Arrays(*made)
+
+
+def _length(size: Size) -> int:
+    tokens, pieces = (-(-count // _APART) * _APART for count in (size.tokens, size.pieces + 1))
+    return 3 * (tokens + pieces)
+
+
+def _numbers(pieces: Sequence[Piece], size: Size, slots: np.ndarray, rows: Any) -> np.ndarray:
+    """int32 [`_length`]. What pads it has no slots, and no rows."""
+    counts = [len(piece.tokens) for piece in pieces]
+    made, total = np.zeros(_length(size), np.int32), sum(counts)
+    at = _arrays(made, size)
+    at.tokens[:total] = np.concatenate([np.asarray(piece.tokens) for piece in pieces])
+    spans = [np.arange(piece.start, piece.start + len(piece.tokens)) for piece in pieces]
+    at.positions[:total] = np.concatenate(spans)
+    for own, given in ((at.slots, slots), (at.rows, rows)):
+        own[: len(given)], own[len(given) :] = given, -1
+    at.ends[1 : len(counts) + 1] = np.cumsum(counts)
+    at.ends[len(counts) + 1 :] = size.tokens
+    at.last[:] = at.ends[1:] - 1
+    return made
 
 
 class _Pass:
@@ -70,37 +103,8 @@ class _Pass:
         self.size, self.met = size, False
         self.graph: Any = None
         self.out: Any = None  # of the graph
-        self._numbers = torch.zeros(sum(_parts(size)), dtype=torch.int32, device=device)
-        tokens, positions, ends, last = self._numbers.split(_parts(size))
-        slots, rows = (torch.full_like(self._numbers[:n], -1) for n in size)
-        self.arrays = _Arrays(tokens, positions, ends, last, slots, rows)
-
-    def fill(self, pieces: Sequence[Piece], slots: Any, rows: Any) -> None:
-        """Numbers of the next pass; nothing waits for the device."""
-        made = torch_ops.torch_seen().from_numpy(_numbers(pieces, self.size))
-        self._numbers.copy_(made, non_blocking=True)
-        for own, given in ((self.arrays.slots, slots), (self.arrays.rows, rows)):
-            own[: len(given)].copy_(given)
-            own[len(given) :].fill_(-1)
-
-
-def _parts(size: Size) -> tuple[int, ...]:
-    """Tokens, positions, ends, last."""
-    return size.tokens, size.tokens, size.pieces + 1, size.pieces
-
-
-def _numbers(pieces: Sequence[Piece], size: Size) -> np.ndarray:
-    """int32, the parts of `_parts` side by side."""
-    counts = [len(piece.tokens) for piece in pieces]
-    made, total = np.zeros(sum(_parts(size)), np.int32), sum(counts)
-    tokens, positions, ends, last = np.split(made, np.cumsum(_parts(size))[:-1])
-    tokens[:total] = np.concatenate([np.asarray(piece.tokens) for piece in pieces])
-    spans = [np.arange(piece.start, piece.start + len(piece.tokens)) for piece in pieces]
-    positions[:total] = np.concatenate(spans)
-    ends[1 : len(counts) + 1] = np.cumsum(counts)
-    ends[len(counts) + 1 :] = size.tokens
-    last[:] = ends[1:] - 1
-    return made
+        self.numbers = torch.zeros(_length(size), dtype=torch.int32, device=device)
+        self.arrays = _arrays(self.numbers, size)
 
 
 class Prompts:
@@ -116,35 +120,30 @@ class Prompts:
 
     def fill(self, pieces: Sequence[Piece]) -> tuple[Any, Any]:
         """Append all pieces; (the residual stream behind each one's last token [pieces, hidden],
-        their rows in the cache's tables [pieces] int32). The next call may overwrite the first."""
+        their rows in the cache's tables [pieces] int32). The next call may overwrite both."""
         counts = [len(piece.tokens) for piece in pieces]
         sequences = [piece.sequence for piece in pieces]
-        slots, rows = self.cache.extend(sequences, counts), self.cache.rows(sequences)
-        size = padded(sum(counts), len(counts), self.network.codes) if self._graphs else None
-        if size is not None:
-            return self._padded(pieces, size, slots, rows)[: len(pieces)], rows
-        size = Size(sum(counts), len(counts))
-        numbers = _numbers(pieces, size)
-        tokens, positions, ends, last = (
-            self._uploaded(one) for one in np.split(numbers, np.cumsum(_parts(size))[:-1])
-        )
-        return self._forward(_Arrays(tokens, positions, ends, last, slots, rows), max(counts)), rows
-
-    def _uploaded(self, values: np.ndarray) -> Any:
-        made = torch_ops.torch_seen().from_numpy(values.copy())
-        return made.to(self._device, non_blocking=True)
-
-    def _padded(self, pieces: Sequence[Piece], size: Size, slots: Any, rows: Any) -> Any:
-        """[pieces of the size, hidden]. The first pass compiles and loads every kernel."""
+        slots = self.cache.place(sequences, counts)
+        rows = [self.cache.pool.row(sequence) for sequence in sequences]
+        self.cache.flush()
+        padding = padded(sum(counts), len(counts), self.network.codes) if self._graphs else None
+        size = padding or Size(sum(counts), len(counts))
+        made = torch_ops.torch_seen().from_numpy(_numbers(pieces, size, slots, rows))
+        if padding is None:
+            at = _arrays(made.to(self._device, non_blocking=True), size)
+            return self._forward(at, max(counts)), at.rows
         one = self._passes.get(size)
         if one is None:
             one = self._passes[size] = _Pass(size, self._device)
-        one.fill(pieces, slots, rows)
+        one.numbers.copy_(made, non_blocking=True)
+        return self._padded(one)[: len(pieces)], one.arrays.rows[: len(pieces)]
+
+    def _padded(self, one: _Pass) -> Any:
+        """[pieces of the size, hidden]. The first pass compiles and loads every kernel."""
         if one.graph is not None:
-            self.cache.flush()
             one.graph.replay()
             return one.out
-        stream = self._forward(one.arrays, size.tokens)
+        stream = self._forward(one.arrays, one.size.tokens)
         if one.met:
             self._capture(one)
         one.met = True

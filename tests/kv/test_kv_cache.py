@@ -56,8 +56,9 @@ class Against(RuleBasedStateMachine):
     def append(self, data, some):
         some = [s for s in some if s in self.model]
         counts = [data.draw(st.integers(0, 40)) for _ in some]
+        find = data.draw(st.sampled_from([self.cache.extend, self.cache.place]))
         try:
-            slots = self.cache.extend(some, counts)
+            slots = find(some, counts)
         except PoolExhaustedError:
             return
         self.write(some, counts, slots)

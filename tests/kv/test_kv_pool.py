@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from fkjit.errors import (
 from fkjit.ops.kv.pool import PagePool
 
 PAGES, SIZE, SEQUENCES, LONGEST = 12, 4, 6, 5  # pages of 4 tokens; at most 5 of them a sequence
+PAGES_TABLE = SEQUENCES * min(PAGES, LONGEST)  # cells
 POISON = -7
 
 
@@ -101,14 +103,28 @@ class Against(RuleBasedStateMachine):
         for source, target in copies:
             assert (self.memory[target] == POISON).all()
             self.memory[target] = self.memory[source]
+        slots = []
         for sequence, count in zip(some, counts, strict=True):
             row = self.pool.row(sequence)
             for at in range(len(self.model[sequence]), len(self.model[sequence]) + count):
                 self.token += 1
                 self.model[sequence].append(self.token)
                 assert at < self.pool.capacities[row]
-                self.memory[self.pool.page_table[row, at // SIZE], at % SIZE] = self.token
-        self.pool.advance(some, counts)
+                page = self.pool.page_table[row, at // SIZE]
+                self.memory[page, at % SIZE] = self.token
+                slots.append(page * SIZE + at % SIZE)
+        if data.draw(st.booleans()):
+            self.pool.advance(some, counts)
+        else:
+            self.placed(some, counts, slots)
+
+    def placed(self, some, counts, slots):
+        """The device hears of the lengths, which nobody counts there."""
+        before = len(self.pool.changed)
+        assert self.pool.place(some, counts).tolist() == slots
+        heard = {at for span in self.pool.changed[before:] for at in range(*span)}
+        at = PAGES_TABLE + np.array([self.pool.row(sequence) for sequence in some])
+        assert heard == set(at.tolist())
 
     @rule(data=st.data(), sequence=sequences)
     def reserve_only(self, data, sequence):
@@ -148,7 +164,8 @@ class Against(RuleBasedStateMachine):
     def write_what_was_not_reserved(self, sequence, beyond):
         if sequence in self.model:
             count = self.pool.capacity(sequence) - self.pool.length(sequence) + beyond
-            self.refused(SequenceTooLongError, lambda: self.pool.advance([sequence], [count]))
+            for call in (self.pool.advance, self.pool.place):
+                self.refused(SequenceTooLongError, partial(call, [sequence], [count]))
 
     @invariant()
     def tokens_are_where_the_tables_say(self):

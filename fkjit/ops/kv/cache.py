@@ -211,15 +211,19 @@ class PagedKVCache:
         """End a sequence; its pages are free, but for those that others share."""
         self.pool.free(sequence)
 
-    def reserve(self, sequences: Sequence[int], tokens: int | Sequence[int] = 1) -> None:
+    def reserve(
+        self, sequences: Sequence[int], tokens: int | Sequence[int] = 1, *, flush: bool = True
+    ) -> None:
         """Make room for so many more tokens in each sequence, of which none are written yet.
 
-        Nothing waits for the GPU; tables that change and pages that are copied follow on the
-        caller's stream. PoolExhaustedError, SequenceTooLongError; CaptureError under capture.
+        Nothing waits for the GPU; tables that change (without `flush`: at the next one) and pages
+        that are copied follow on the caller's stream. PoolExhaustedError, SequenceTooLongError;
+        CaptureError under capture.
         """
         self._refuse_capture("reserve")
         self._copy(self.pool.reserve(*_each("reserve", sequences, tokens)))
-        self.flush()
+        if flush:
+            self.flush()
 
     def extend(self, sequences: Sequence[int], tokens: int | Sequence[int] = 1) -> Any:
         """`reserve`, and count the new tokens: [sum of tokens] int32, their slots, sequence by
@@ -229,6 +233,13 @@ class PagedKVCache:
         slots = self._slots(sequences, counts, append=True)
         self.pool.advance(sequences, counts)
         return slots
+
+    def place(self, sequences: Sequence[int], tokens: int | Sequence[int] = 1) -> np.ndarray:
+        """`extend` without a launch: the slots are found on the host, where they stay, by the
+        lengths that it knows; the device's tables follow with the next `flush`."""
+        sequences, counts = _each("place", sequences, tokens)
+        self.reserve(sequences, counts, flush=False)
+        return self.pool.place(sequences, counts)
 
     def advance(self, sequences: Sequence[int], tokens: int | Sequence[int] = 1) -> None:
         """Count tokens on the host that `kv_slots` counted on the device, in a captured graph."""
@@ -288,7 +299,7 @@ class PagedKVCache:
 
     def flush(self) -> None:
         """Bring the tables on the device up to date, on the caller's stream; the methods that
-        change them do it by themselves, but for `allocate`, `fork` and `free`."""
+        change them do it by themselves, but for `allocate`, `fork`, `free` and `place`."""
         changed = self.pool.changed
         if not changed:
             return
