@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from fkjit.models.config import ModelConfig
 from fkjit.models.decoder import CHUNK, PAGE_SIZE
-from fkjit.models.joined import join
+from fkjit.models.joined import join, places
 from fkjit.models.network import Network
 from fkjit.models.prefill import Piece, Prompts
 from fkjit.models.readback import Launched
-from fkjit.models.sampling import Draws, Sampling, mode_of, pick
-from fkjit.models.slots import Slots
+from fkjit.models.sampling import GREEDY, Draws, Sampling, mode_of, pick
+from fkjit.models.slots import Slots, State
 from fkjit.models.step import LOGITS, Steps
 from fkjit.models.weights import arranged
 from fkjit.ops.kv.cache import PagedKVCache
@@ -37,7 +35,7 @@ class Engine:
         self.batch = 1 << (batch - 1).bit_length()
         self.length = min(max(1 << (length - 1).bit_length(), _LEAST), config.max_length)
         self.config, self.mode, self._count = config, LOGITS, 0
-        self._pointers = _pointers(model)
+        self._places = places(list(model.parameters()))
         self._network = Network(config, weights)
         self._slots = Slots(self.batch, self.length, config.vocabulary, like.device)
         self._cache = PagedKVCache(
@@ -49,9 +47,11 @@ class Engine:
         self._steps = Steps(self._network, self._cache, self._slots, True)
         self._prompts = Prompts(self._network, self._cache, True)
 
-    def fits(self, model: Any, batch: int, length: int) -> bool:
-        """Whether there is room, and the parameters still lie where the steps read them."""
-        return batch <= self.batch and length <= self.length and _pointers(model) == self._pointers
+    def fits(self, config: ModelConfig, places: list[Any], batch: int, length: int) -> bool:
+        """Whether there is room, and the parameters, which are at `places`, still lie where the
+        steps read them."""
+        room = batch <= self.batch and length <= self.length
+        return room and places == self._places and config == self.config
 
     def start(self, prompts: Sequence[Any], new: int, sampling: Sampling | None) -> Any:
         """Take prompts in, each with room for `new` tokens more. Their first new tokens [sequences]
@@ -60,17 +60,18 @@ class Engine:
         counts = [len(one) for one in prompts]
         self._count = len(counts)
         sequences = [cache.allocate() for _ in counts]
-        cache.reserve(sequences, [count + new for count in counts])
-        stream = self._filled(sequences, prompts)
+        cache.reserve(sequences, [count + new for count in counts], flush=False)
+        logits = self._network.logits(self._filled(sequences, prompts))
         state = self._slots.first(self._count)
         state.rows.copy_(cache.rows(sequences))
-        state.positions.copy_(torch.tensor(counts, dtype=torch.int32))
+        # Without a word it would wait for the prompts.
+        state.positions.copy_(torch.tensor(counts, dtype=torch.int32), non_blocking=True)
         state.active.fill_(1)
-        logits = self._network.logits(stream)
         if sampling is None:
             return logits
         self.mode = mode_of([sampling])
-        first = pick(logits, self._draws(sampling), self.mode)
+        draws = None if self.mode == GREEDY else self._draws(sampling, state)
+        first = pick(logits, draws, self.mode)
         state.tokens.copy_(first)
         return first
 
@@ -90,17 +91,15 @@ class Engine:
             stream, _ = self._prompts.fill(taken)
             ended = len(taken) - bool(todo and todo[0].sequence == taken[-1].sequence)
             last.append(stream[:ended])
-        return torch.cat(last)
+        return last[0] if len(last) == 1 else torch.cat(last)
 
-    def _draws(self, sampling: Sampling) -> Draws:
+    def _draws(self, sampling: Sampling, state: State) -> Draws:
         """Into the slots, by PyTorch's generator of the device; for the first new tokens."""
-        torch, state = torch_ops.torch_seen(), self._slots.first(self._count)
-        vocabulary = self.config.vocabulary
+        torch, vocabulary = torch_ops.torch_seen(), self.config.vocabulary
         state.temperature.fill_(sampling.temperature)
         state.top_k.fill_(min(sampling.top_k or vocabulary, vocabulary))
         state.top_p.fill_(1.0 if sampling.top_p is None else sampling.top_p)
-        if sampling.temperature:
-            state.uniforms.copy_(torch.rand_like(state.uniforms))
+        state.uniforms.copy_(torch.rand_like(state.uniforms))
         uniform = torch.rand_like(state.temperature)
         return Draws(state.temperature, state.top_k, state.top_p, uniform)
 
@@ -114,9 +113,14 @@ class Engine:
         """[sequences, vocabulary] fp32, of the last step; the next one overwrites them."""
         return self._steps.logits(self._count)
 
-    def step(self, mode: str) -> Launched:
-        """The next step of all sequences, by `mode`; LOGITS leaves `tokens` to the caller."""
-        return self._steps.launch(self._count, mode)
+    def sent(self, tokens: Any) -> Launched:
+        """Tokens as they are now, on their way to the host."""
+        return self._steps.send(tokens)
+
+    def step(self, mode: str, read: bool = True) -> Launched:
+        """The next step of all sequences, by `mode`; LOGITS leaves `tokens` to the caller. read:
+        whether the host wants them."""
+        return self._steps.launch(self._count, mode, read)
 
     def clear(self) -> None:
         """End all sequences."""
@@ -127,7 +131,3 @@ class Engine:
         for array in (state.active, state.positions, state.temperature):
             array.zero_()
         self._count = 0
-
-
-def _pointers(model: Any) -> tuple[int, ...]:
-    return tuple(np.fromiter((one.data_ptr() for one in model.parameters()), np.uint64).tolist())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import is_
 from typing import Any, NamedTuple
 
 from fkjit.errors import FkjitError
 from fkjit.models.config import HEADS, ModelConfig
+from fkjit.models.joined import places
 from fkjit.models.modules import is_ours
 from fkjit.models.sampling import Sampling
 from fkjit.ops.op import torch_ops
@@ -28,7 +30,8 @@ class Call(NamedTuple):
     """prompts: the tokens of each row without padding, int64 arrays. new: tokens at most. stops,
     pad: what ends a row and what follows then. sampling: how the step's graph chooses tokens; None:
     `processors` and `criteria`, transformers' objects, do, and where `draws`, multinomial. kept:
-    "scores" and "logits", as far as the caller wants those of each step."""
+    "scores" and "logits", as far as the caller wants those of each step. named: whether the result
+    has fields."""
 
     prompts: list[Any]
     new: int
@@ -39,6 +42,7 @@ class Call(NamedTuple):
     criteria: Any
     draws: bool
     kept: frozenset[str]
+    named: bool
 
 
 def model_config(model: Any) -> ModelConfig | None:
@@ -54,46 +58,77 @@ def model_config(model: Any) -> ModelConfig | None:
 
 
 def decodable(model: Any, given: Any, named: Mapping[str, Any]) -> bool:
-    """Whether such a call is greedy or draws, and nothing besides changes what the model computes.
+    """Whether such a call is greedy or draws, with a cache that it does not hand out.
 
     given: a GenerationConfig or None. named: the call's keywords that are none of `generate`'s
     parameters.
     """
-    torch = torch_ops.torch_seen()
-    if torch.is_autocast_enabled(model.device.type) or _distributed(torch):
-        return False
     said, _ = model._prepare_generation_config(given, **named)
     if said.get_generation_mode().value not in _MODES or said.token_healing:
         return False
     if said.cache_implementation not in _CACHES or not said.use_cache:
         return False
-    if said.return_dict_in_generate and (said.output_attentions or said.output_hidden_states):
-        return False
-    return _is_plain(model)
+    return not (
+        said.return_dict_in_generate and (said.output_attentions or said.output_hidden_states)
+    )
 
 
-def _distributed(torch: Any) -> bool:
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return there and torch.distributed.get_world_size() > 1
-
-
-def _is_plain(model: Any) -> bool:
-    """No hooks, no foreign forwards, no dropout, and weights of one dtype on one device, which has
-    kernels that read pages."""
+def alone() -> bool:
+    """Whether this is the only process."""
     torch = torch_ops.torch_seen()
-    for module in model.modules():
-        state = module.__dict__
-        if state["_forward_pre_hooks"] or any(map(_is_foreign, state["_forward_hooks"].values())):
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not there or torch.distributed.get_world_size() == 1
+
+
+class Modules:
+    """A model's modules and parameters in lists: to look at all of them takes an eighth of the time
+    that PyTorch takes to walk them."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._all = model, list(model.modules())
+        self._parts, self._parameters = self._listed(), list(model.parameters())
+        forwards = [one.__dict__["forward"] for one in self._all if "forward" in one.__dict__]
+        self._ours = all(map(is_ours, forwards))
+
+    def stand(self) -> bool:
+        """Whether the model has these modules, parameters and forwards still."""
+        now = self._listed()
+        return len(now) == len(self._parts) and all(map(is_, now, self._parts))
+
+    def _listed(self) -> list[Any]:
+        made: list[Any] = []
+        for module in self._all:
+            state = module.__dict__
+            made += state["_modules"].values()
+            made += state["_parameters"].values()
+            made.append(state.get("forward"))
+        return made
+
+    def places(self) -> list[Any]:
+        """Of the parameters, as they are now."""
+        return places(self._parameters)
+
+    def plain(self, places: list[Any]) -> bool:
+        """No autocast, hooks, foreign forwards or dropout, and weights of one dtype on one device,
+        which has kernels that read pages. places: as `places` tells them."""
+        torch, model = torch_ops.torch_seen(), self._model
+        for module in self._all:
+            state = module.__dict__
+            if state["_forward_pre_hooks"] or (state["_forward_hooks"] and _has_foreign(state)):
+                return False
+        if not self._ours or (model.training and _drops(model, torch)):
             return False
-        if "forward" in state and not is_ours(state["forward"]):
+        kinds = {place[1:] for place in places}
+        dtype, device = next(iter(kinds))
+        if len(kinds) > 1 or dtype not in (torch.float16, torch.bfloat16):
             return False
-    if model.training and _drops(model, torch):
-        return False
-    kinds = {(one.dtype, one.device) for one in model.parameters()}
-    dtypes = (torch.float16, torch.bfloat16)
-    if len(kinds) > 1 or next(iter(kinds))[0] not in dtypes:
-        return False
-    return _PAGES in arch_of(view(next(model.parameters()), "generate", "model")).features
+        if torch.is_autocast_enabled(device.type):
+            return False
+        return _PAGES in arch_of(view(self._parameters[0], "generate", "model")).features
+
+
+def _has_foreign(state: Mapping[str, Any]) -> bool:
+    return any(map(_is_foreign, state["_forward_hooks"].values()))
 
 
 def _is_foreign(hook: Any) -> bool:
@@ -113,8 +148,8 @@ def read(input_ids: Any, processors: Any, criteria: Any, said: Any,
     if model_kwargs.keys() - _KNOWN or "MaxLengthCriteria" not in stops:
         return None
     new = min(one.max_length for one in criteria if hasattr(one, "max_length")) - input_ids.shape[1]
-    prompts = _prompts(input_ids.cpu(), model_kwargs.get("attention_mask"))
-    if new < 1 or prompts is None:
+    rows = prompts(input_ids, model_kwargs.get("attention_mask"))
+    if new < 1 or rows is None:
         return None
     ends = [one.eos_token_id.tolist() for one in criteria if hasattr(one, "eos_token_id")]
     found = frozenset(token for each in ends for token in each)
@@ -127,21 +162,33 @@ def read(input_ids: Any, processors: Any, criteria: Any, said: Any,
     )
     draws = bool(said.do_sample)
     sampling = _sampling(processors, draws) if plain and not kept else None
-    return Call(prompts, new, found, pad, sampling, processors, criteria, draws, kept)
+    named = bool(said.return_dict_in_generate)
+    return Call(rows, new, found, pad, sampling, processors, criteria, draws, kept, named)
 
 
-def _prompts(tokens: Any, mask: Any) -> list[Any] | None:
-    """Rows without the padding at their left; None where there is padding elsewhere, too, or
-    nothing is left of a row."""
-    if mask is None:
-        return list(tokens.numpy()) if tokens.shape[1] else None
-    seen = mask.cpu() != 0
-    if seen.shape != tokens.shape or not seen.shape[1] or not seen[:, -1].all():
+def prompts(tokens: Any, mask: Any) -> list[Any] | None:
+    """Rows without the padding at their left, on the host; None where there is padding elsewhere,
+    too, or nothing is left of a row."""
+    if not tokens.shape[1] or (mask is not None and mask.shape != tokens.shape):
         return None
-    if (seen[:, :-1] & ~seen[:, 1:]).any():
+    if mask is None:
+        return list(_on_host(tokens)[0])
+    rows, seen = _on_host(tokens, mask != 0)
+    if seen.all():
+        return list(rows)
+    if not seen[:, -1].all() or (seen[:, :-1] & ~seen[:, 1:]).any():
         return None
     counts = seen.sum(1).tolist()
-    return [row[len(row) - count :] for row, count in zip(tokens.numpy(), counts, strict=True)]
+    return [row[len(row) - count :] for row, count in zip(rows, counts, strict=True)]
+
+
+def _on_host(*arrays: Any) -> list[Any]:
+    """As NumPy arrays. A device is waited for once."""
+    torch = torch_ops.torch_seen()
+    made = [one.to("cpu", non_blocking=True) for one in arrays]
+    for device in {one.device for one in arrays if one.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return [one.numpy() for one in made]
 
 
 def _sampling(processors: Any, draws: bool) -> Sampling | None:

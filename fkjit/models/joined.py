@@ -78,6 +78,11 @@ def as_one(parts: Sequence[Any]) -> Any:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
+def places(parameters: Sequence[Any]) -> list[Any]:
+    """Of each parameter where its numbers lie, their dtype and their device."""
+    return [(one.data_ptr(), one.dtype, one.device) for one in parameters]
+
+
 def _join(parameters: list[Any]) -> None:
     if parameters[0] is None or as_one(parameters) is not None:
         return

@@ -63,9 +63,9 @@ class Steps:
         self._logits = Logits(self._most, vocabulary, device)
         self._readback = Readback(self._most, device)
 
-    def launch(self, count: int, mode: str) -> Launched:
-        """A step of the first `count` slots; nothing waits for it. Of LOGITS there are no tokens to
-        read."""
+    def launch(self, count: int, mode: str, read: bool = True) -> Launched:
+        """A step of the first `count` slots; nothing waits for it. read: False, and LOGITS, sends
+        no tokens to the host."""
         size = min(1 << (count - 1).bit_length(), self._most)
         self.cache.flush()
         if self._graphs is None:
@@ -73,7 +73,7 @@ class Steps:
         else:
             self.graph(size, mode).replay()
         tokens = self.slots.state.tokens[:count]
-        return Launched(tokens, None) if mode == LOGITS else self.send(tokens)
+        return self.send(tokens) if read and mode != LOGITS else Launched(tokens, None)
 
     def send(self, tokens: Any) -> Launched:
         """Tokens as they are now, on their way to the host."""

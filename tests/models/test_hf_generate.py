@@ -4,17 +4,14 @@ own loop for every other call. (fp32, which the loop does not take: tests/models
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 
 import fkjit
 from fkjit.jit.build import quiet
-from fkjit.settings import settings
 
 torch = pytest.importorskip("torch", reason="needs torch")
 transformers = pytest.importorskip("transformers", reason="needs transformers, fkjit[models]")
-from fkjit.models import hf_calls  # noqa: E402
 from fkjit.models.joined import as_one, groups, is_conv1d  # noqa: E402
 from tests.core.sampling import one_in  # noqa: E402
 from tests.models.test_patch import SEEN, TOKENS, built  # noqa: E402
@@ -157,16 +154,6 @@ def test_hooks_and_dropout_are_for_transformers(model):
         model.generate(**options())
     hook.remove()
     assert heard and engines.engine is None
-
-
-def test_where_pages_cannot_be_read_transformers_own_loop_goes_on(monkeypatch):
-    """GPUs before sm_80, and heads that do not fill whole 16 bytes."""
-    model = built("Llama").half()
-    assert fkjit.models.patch(model).generate and hf_calls._is_plain(model)
-    chosen = replace(settings(), target="compute_75")
-    monkeypatch.setattr("fkjit.jit.build.settings", lambda: chosen)
-    assert not hf_calls._is_plain(model)
-    assert not fkjit.models.patch(built("Llama", head_dim=20).half()).generate
 
 
 @one_in(2)
