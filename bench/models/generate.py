@@ -3,8 +3,10 @@
     python -m bench.models.generate [--config llama-3.2-1b,gpt2] [--batch 1,16]
         [--shapes 512+128,32+512,8192+128] [--peers dynamic,hand,static] [--draws] [--out FILE]
 
-Random weights, bf16, greedy unless a row says otherwise; the best of a few calls. A prompt's time
-is that of a call for one new token; what a call for all of them takes longer is the decoding.
+Random weights, bf16, greedy unless a row says otherwise; the best of two calls. A prompt's time is
+that of a call for one new token, the median of nine after three (of a patched model the second one
+captures a graph); what a call for all of them takes longer is the decoding. The host's part of a
+prompt is until such a call has returned: a patched one waits for its tokens' way to the host alone.
 --draws: with a repetition penalty and with top-k and top-p, too. Patched rows come first, and
 `unpatch` before those of peers: transformers ("dynamic"), with a static cache and torch.compile,
 which compiles for a minute ("static"), and what one would write by hand: the same layers in plain
@@ -20,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +35,7 @@ from fkjit.models.config import fields_of
 from .sdpa_step import SdpaStep, captured
 
 TURNS = 2
+PROMPTS = 9
 _STATIC = {"cache_implementation": "static"}
 _DRAWN = {"do_sample": True, "top_k": 50, "top_p": 0.95, "temperature": 0.8}
 PATCHED: dict[str, dict[str, Any]] = {"patched": {}, "patched, static cache": _STATIC}
@@ -50,12 +54,13 @@ class Shape(NamedTuple):
 
 
 class Row(NamedTuple):
-    """prefill: milliseconds until the first new token; decode: tokens per second of the others;
-    whole: tokens per second of both together."""
+    """prefill: milliseconds until the first new token; host: until the call has returned; decode:
+    tokens per second of the others; whole: tokens per second of both together."""
 
     shape: Shape
     name: str
     prefill: float
+    host: float
     decode: float
     whole: float
 
@@ -72,23 +77,25 @@ def built(name: str, device: str = "cuda") -> Any:
 
 def timed(shape: Shape, name: str, run: Callable[[int], Any]) -> Row:
     """Of a call for so many new tokens; the first ones, which compile, are not counted."""
-    run(shape.new)
-    prefill, whole = (
-        min(_seconds(run, new) for _ in range(TURNS)) for new in (1, shape.new)
-    )  # fmt: skip
+    for new in (shape.new, 1, 1):
+        run(new)
+    host, prefill = map(median, zip(*(_seconds(run, 1) for _ in range(PROMPTS)), strict=True))
+    whole = min(_seconds(run, shape.new)[1] for _ in range(TURNS))
     decoded = shape.batch * (shape.new - 1)
     return Row(
-        shape, name, prefill * 1e3, decoded / max(whole - prefill, 1e-9),
+        shape, name, prefill * 1e3, host * 1e3, decoded / max(whole - prefill, 1e-9),
         shape.batch * shape.new / whole,
     )  # fmt: skip
 
 
-def _seconds(run: Callable[[int], Any], new: int) -> float:
+def _seconds(run: Callable[[int], Any], new: int) -> tuple[float, float]:
+    """Until the call has returned, and until the GPU is done."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     run(new)
+    returned = time.perf_counter() - begin
     torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    return returned, time.perf_counter() - begin
 
 
 def generates(model: Any, shape: Shape, **said: Any) -> Callable[[int], Any]:
@@ -145,11 +152,11 @@ _PEERS: dict[str, tuple[str, Callable[..., Callable[[int], Any]]]] = {
 
 
 def line(config: str, row: Row) -> str:
-    """A row of the table in docs/MODELS.md."""
+    """A row of the table in docs/MODELS.md, with the host's part behind the prompt's time."""
     batch, prompt, new = row.shape
     return (
-        f"| {config} | {batch} | {prompt} + {new} | {row.name} | {row.prefill:.1f} | "
-        f"{row.decode:,.0f} | {row.whole:,.0f} |"
+        f"| {config} | {batch} | {prompt} + {new} | {row.name} | {row.prefill:.2f} | "
+        f"{row.host:.2f} | {row.decode:,.0f} | {row.whole:,.0f} |"
     )
 
 

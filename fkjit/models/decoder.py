@@ -194,10 +194,9 @@ class Decoder:
             max_length or than the cache. ArgumentTypeError: no whole numbers.
         """
         last = self.config.vocabulary - 1
-        tokens = [
-            whole(_CALL, "prompt's token", token, 0, last)
-            for token in as_list(_CALL, "prompt", prompt)
-        ]
+        tokens = as_list(_CALL, "prompt", prompt)
+        if set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) > last:
+            tokens = [whole(_CALL, "prompt's token", token, 0, last) for token in tokens]
         new = whole(_CALL, "max_new_tokens", max_new_tokens, 1)
         if not tokens:
             raise ParameterError(f"{_CALL}: prompt is empty; allowed: at least one token")

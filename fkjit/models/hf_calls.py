@@ -85,9 +85,10 @@ class Modules:
     that PyTorch takes to walk them."""
 
     def __init__(self, model: Any) -> None:
-        self._model, self._all = model, list(model.modules())
+        self._model = model
+        self._states = [module.__dict__ for module in model.modules()]
         self._parts, self._parameters = self._listed(), list(model.parameters())
-        forwards = [one.__dict__["forward"] for one in self._all if "forward" in one.__dict__]
+        forwards = [state["forward"] for state in self._states if "forward" in state]
         self._ours = all(map(is_ours, forwards))
 
     def stand(self) -> bool:
@@ -97,8 +98,7 @@ class Modules:
 
     def _listed(self) -> list[Any]:
         made: list[Any] = []
-        for module in self._all:
-            state = module.__dict__
+        for state in self._states:
             made += state["_modules"].values()
             made += state["_parameters"].values()
             made.append(state.get("forward"))
@@ -112,8 +112,7 @@ class Modules:
         """No autocast, hooks, foreign forwards or dropout, and weights of one dtype on one device,
         which has kernels that read pages. places: as `places` tells them."""
         torch, model = torch_ops.torch_seen(), self._model
-        for module in self._all:
-            state = module.__dict__
+        for state in self._states:
             if state["_forward_pre_hooks"] or (state["_forward_hooks"] and _has_foreign(state)):
                 return False
         if not self._ours or (model.training and _drops(model, torch)):
