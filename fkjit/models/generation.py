@@ -281,7 +281,7 @@ def _in_graph(engine: Engine, call: Call, input_ids: Any, out: Any) -> Any:
     first = engine.start(call.prompts, call.new, call.sampling)
     made = first.new_empty(call.new, batch)
     made[0].copy_(first)
-    waiting, over, count = [False] * batch, 0, call.new
+    waiting, over, behind, count = [False] * batch, 0, False, call.new
     watched = bool(call.stops) or out is not None
     launched = engine.sent(first) if watched else None
     for step in range(1, call.new + 1):
@@ -291,6 +291,7 @@ def _in_graph(engine: Engine, call: Call, input_ids: Any, out: Any) -> Any:
             made[step].copy_(engine.tokens)
         if launched is not None:
             tokens = launched.read()
+            behind = behind or any(waiting)
             if out is not None:
                 kept = [call.pad if w else t for w, t in zip(waiting, tokens, strict=True)]
                 out.put(torch.tensor(kept))
@@ -300,13 +301,12 @@ def _in_graph(engine: Engine, call: Call, input_ids: Any, out: Any) -> Any:
             count = step
             break
         launched = following if watched else None
-    return torch.cat([input_ids, _padded(made[:count], call).t()], 1)
+    made = _padded(made[:count], call) if behind else made[:count]
+    return torch.cat([input_ids, made.t()], 1)
 
 
 def _padded(made: Any, call: Call) -> Any:
     """[steps, batch], with padding behind the first stop token of each."""
-    if not call.stops:
-        return made
     torch = torch_ops.torch_seen()
     hit = torch.isin(made, torch.tensor(sorted(call.stops), device=made.device))
     behind = hit.cumsum(0) - hit.long() > 0

@@ -93,6 +93,11 @@ def test_sequences_end_at_stop_tokens_and_a_streamer_hears_of_each(model, more):
 
     assert torch.equal(generated(model, **said, streamer=Streamer()), wanted)
     assert heard.pop() is None and torch.equal(torch.cat(heard, 1)[:, : wanted.shape[1]], wanted)
+    for row in range(2):  # alone, what stops is the last token, and nothing is behind it
+        said |= {"input_ids": torch.tensor(TOKENS[row : row + 1]),
+                 "attention_mask": torch.tensor(SEEN[row : row + 1])}  # fmt: skip
+        alone = generated(model, **said)
+        assert torch.equal(alone, model.plain.generate(**options(**said)))
 
 
 @one_in(2)
