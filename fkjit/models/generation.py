@@ -85,11 +85,10 @@ class Engines:
             self._modules = Modules(model)
         return self._modules
 
-    def config(self, model: Any) -> ModelConfig | None:
-        """As `hf_calls.model_config`."""
-        key = frozen(vars(model.config))
-        if key is None or key != self._config[0]:
-            self._config = key, hf_calls.model_config(model)
+    def config(self, model: Any, fields: Hashable) -> ModelConfig | None:
+        """As `hf_calls.model_config`. fields: of the model's configuration, frozen."""
+        if fields is None or fields != self._config[0]:
+            self._config = fields, hf_calls.model_config(model)
         return self._config[1]
 
     def known(self, key: Hashable) -> Known | None:
@@ -138,13 +137,14 @@ def generate(model: Any, engines: Engines, *args: Any, **named: Any) -> Any:
     given = dict(_signature(own).bind(model, *args, **named).arguments)
     others = given.pop("kwargs", {})
     given.pop("self", None)
-    config, modules = engines.config(model), engines.modules(model)
+    fields = frozen(vars(model.config))
+    config, modules = engines.config(model, fields), engines.modules(model)
     elsewhere = any(others.get(name, given.get(name)) is not None for name in _ELSEWHERE)
     places = modules.places()
     if config is None or elsewhere or not (modules.plain(places) and hf_calls.alone()):
         return own(model, *args, **named)
     turn = _Turn(engines, config, places, {**given, **others}, None)
-    turn = turn._replace(key=_key(model, own, turn))
+    turn = turn._replace(key=_key(model, own, turn, fields))
     known = engines.known(turn.key)
     if known is not None and known.call is not None:
         call = _with_prompts(turn, known.call)
@@ -158,9 +158,10 @@ def generate(model: Any, engines: Engines, *args: Any, **named: Any) -> Any:
     return own(model, *args, **named, custom_generate=partial(_sample, turn))
 
 
-def _key(model: Any, own: Any, turn: _Turn) -> Hashable:
+def _key(model: Any, own: Any, turn: _Turn, fields: Hashable) -> Hashable:
     """All that transformers' preparation of a call depends on but the tokens themselves; None where
-    some of it is no plain value, or where it would not be the prompt that is decoded."""
+    some of it is no plain value, or where it would not be the prompt that is decoded. fields: of
+    the model's configuration."""
     tokens, given = turn.tokens, turn.given
     if not _is_prompt(tokens, turn) or len({"inputs", "input_ids"} & given.keys()) > 1:
         return None
@@ -168,7 +169,7 @@ def _key(model: Any, own: Any, turn: _Turn) -> Hashable:
     shape: tuple[int, ...] = tuple(tokens.shape)
     if turn.new is not None:  # whatever it is, and whatever the prompt's length
         said["max_new_tokens"], shape = _ANY, shape[:1]
-    parts = [frozen(said), frozen(vars(model.config)), _fields(model.generation_config),
+    parts = [fields, frozen(said), _fields(model.generation_config),
              _fields(given.get("generation_config"))]  # fmt: skip
     if None in parts:
         return None

@@ -99,8 +99,10 @@ class Memory:
     def scatter(self, target: Any, places: np.ndarray, values: np.ndarray) -> None:
         """target[places] = values, for different places of a flat int32 array."""
         if self.framework == "torch":
-            pair = self.upload(np.stack([places, values]).astype(np.int64))
-            target.index_copy_(0, pair[0], pair[1].to(target.dtype))
+            parts = places.astype(np.int64), values.astype(np.int32)
+            both = self.upload(np.concatenate([one.view(np.uint8) for one in parts]))
+            at, given = both.split([one.nbytes for one in parts])
+            target.index_copy_(0, at.view(self._xp.int64), given.view(self._xp.int32))
         elif self.framework == "numpy":
             target[places] = values
         else:
