@@ -16,6 +16,7 @@ from fkjit.ops.kv.pool import Copies, PagePool
 from fkjit.ops.kv.problem import CODES, LAYOUTS, PAGE_SIZES, page_shape
 from fkjit.ops.kv.read import kv_read
 from fkjit.ops.kv.slots import kv_slots
+from fkjit.ops.op.checks import check_flag
 from fkjit.types import PageLayout
 
 _CALL = "PagedKVCache"
@@ -218,11 +219,12 @@ class PagedKVCache:
 
         Nothing waits for the GPU; tables that change (without `flush`: at the next one) and pages
         that are copied follow on the caller's stream. PoolExhaustedError, SequenceTooLongError;
-        CaptureError under capture.
+        ArgumentTypeError: flush; CaptureError under capture.
         """
         self._refuse_capture("reserve")
+        follows = check_flag(f"{_CALL}.reserve", "flush", flush)
         self._copy(self.pool.reserve(*_each("reserve", sequences, tokens)))
-        if flush:
+        if follows:
             self.flush()
 
     def extend(self, sequences: Sequence[int], tokens: int | Sequence[int] = 1) -> Any:
