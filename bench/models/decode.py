@@ -1,7 +1,7 @@
 """Decoding with whole models: `fkjit.models.Decoder` beside a CUDA graph of PyTorch's kernels.
 
     python -m bench.models.decode [--config llama-3.2-1b] [--batch 1,16,64] [--plan measured]
-                                  [--weights int4_group]
+                                  [--weights int4_group] [--head int4_group]
 
 Random weights, prompts of 512 tokens, 128 new ones, bf16, greedy. Of each batch: tokens/s of
 prompts and of new tokens through `Decoder.stream`, and microseconds of a step's graph by CUDA
@@ -46,12 +46,13 @@ class Row(NamedTuple):
 
 def measure(
     config: ModelConfig, weights: Weights, batch: int, plan: StepPlan | str | None = None,
-    quantize: str | None = None,
+    quantize: str | None = None, head: str | None = None,
 ) -> Row:  # fmt: skip
     """One batch; the first generation, which compiles, is not counted."""
     decoder = Decoder(
-        config, weights, max_batch=batch, max_length=PROMPT + NEW, plan=plan, quantize=quantize
-    )
+        config, weights, max_batch=batch, max_length=PROMPT + NEW, plan=plan, quantize=quantize,
+        quantize_head=head,
+    )  # fmt: skip
     rates = [generated(decoder, batch) for _ in range(_TURNS + 1)][1:]
     peer = SdpaStep(config, weights, batch, PROMPT + NEW)
     peer.position.fill_(PROMPT + NEW // 2)
@@ -124,11 +125,13 @@ def main() -> None:
     parser.add_argument("--batch", default="1,16,64", help="sequences, several with commas")
     parser.add_argument("--plan", choices=tuple(PLANS), help="of a step's kernels")
     parser.add_argument("--weights", help="a scheme of fkjit.quantize, for ours")
+    parser.add_argument("--head", help="the same for the head alone")
     chosen = parsed(parser)
     config = ModelConfig.of(chosen.config)
     weights = random_weights(config, torch.bfloat16, "cuda")
     for batch in map(int, chosen.batch.split(",")):
-        row = measure(config, weights, batch, PLANS.get(chosen.plan), chosen.weights)
+        plan = PLANS.get(chosen.plan)
+        row = measure(config, weights, batch, plan, chosen.weights, chosen.head)
         print(line(chosen.config, row), flush=True)
 
 
