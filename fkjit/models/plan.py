@@ -21,7 +21,6 @@ from fkjit.ops.step import whole as whole_step
 PRODUCTS = ("qkv", "out", "up", "down", "head")
 IMPLS = ("auto", "gemv", "skinny", "wgmma", "mma")
 MEASURED = "measured"
-_LONG = 2048  # tokens, from which on no key is read for each query head by itself
 _CODES = "int4_group"  # that a step of one launch takes
 _FUSED = ("qkv", "up")  # products that a fused layer has otherwise
 _TRIED = ("auto", "gemv", "skinny")
@@ -78,7 +77,7 @@ _FEW_ROWS = 2
 _WHOLE_ROWS = 4  # sequences, up to which one launch was faster than all others
 _CODED_ROWS = 4  # with weights of int4: of one by 17 %, of four by 3 % (2026-11-28)
 _STREAMED_FROM, _STREAMED_WIDE, _STREAMED_NARROW = 5, 64, 16  # sequences, by hidden size
-_HOPPER, _BLOCKS = "sm_90a", 132  # multiprocessors of an H200
+_HOPPER, _MULTIPROCESSORS = "sm_90a", 132  # of an H200
 _SOME, _SOME_ROWS = StepPlan.alike("skinny"), 16
 
 
@@ -93,7 +92,8 @@ def usual(config: ModelConfig, rows: int, codes: str | None, capability: tuple[i
     if _STREAMED_FROM <= rows <= streamed and streams(config, rows, codes, arch(_HOPPER)):
         return StepPlan(streamed=True)
     most = _WHOLE_ROWS if codes is None else _CODED_ROWS
-    if rows <= most and fits_whole(config, rows, codes, arch(_HOPPER), _BLOCKS):
+    blocks = whole_step.blocks_of(_MULTIPROCESSORS, config.hidden)
+    if rows <= most and fits_whole(config, rows, codes, arch(_HOPPER), blocks):
         return StepPlan(whole=True)
     if codes is not None:
         return StepPlan()
@@ -124,7 +124,7 @@ def model_of(
     sequence there is room for."""
     return whole_step.Model(
         config.heads_q, config.heads_kv, config.head_dim, config.mlp, config.activation,
-        config.gated, config.eps, layout, page_size, codes=codes, long=length > _LONG,
+        config.gated, config.eps, layout, page_size, codes=codes, length=length,
     )  # fmt: skip
 
 

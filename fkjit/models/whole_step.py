@@ -80,7 +80,7 @@ class WholeStep:
         if found is None:
             torch, device = torch_ops.torch_seen(), view(self._base, "Decoder", "weights").device
             hidden = self.network.config.hidden
-            words = exchange_words(self.model, rows, hidden, blocks_on(device))
+            words = exchange_words(self.model, rows, hidden, blocks_on(device, hidden))
             found = torch.zeros(words, dtype=torch.int32, device=self._base.device)
             self._exchanges[rows] = found
         return found
@@ -89,7 +89,7 @@ class WholeStep:
 def has_whole(network: Network, rows: int) -> bool:
     """Whether so many sequences of a network, where its weights are, can have one."""
     seen = view(network.weights.embedding, "Decoder", "weights")
-    blocks = blocks_on(seen.device)
+    blocks = blocks_on(seen.device, network.config.hidden)
     return fits_whole(network.config, rows, network.codes, arch_of(seen), blocks)
 
 

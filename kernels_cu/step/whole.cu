@@ -1,7 +1,7 @@
 /* A decode step of up to eight sequences in one launch: from their tokens to logits, through all
    layers, with a paged KV cache.
 
-   One block on each multiprocessor, all at the same time (cooperative). WARPS warps compute;
+   One block on a multiprocessor, all at the same time (cooperative). WARPS warps compute;
    others fetch the weights of the block's part of every product, in order, through a ring in shared
    memory (step/weight_ring.cuh). No weight depends on what is computed, so they run ahead of what the
    others wait for: memory stays busy meanwhile.
@@ -50,21 +50,26 @@ constexpr int ROOM = ${room} << 10;    // bytes of shared memory for rows and wh
 constexpr int ASIDE = ${aside} << 10;  // of that for the table of layers and a norm's weights
 
 constexpr int THREADS = 32 * WARPS;  // that compute
-// Warps of the warpgroup that fetches, two of which do; the others are there since registers move by
-// warpgroups.
-constexpr int FETCHERS = 4, FEWER = 56, MORE = 224;  // registers of a thread that fetches, computes
-static_assert(THREADS * MORE + 32 * FETCHERS * FEWER <=
-                  registers_at_start(THREADS + 32 * FETCHERS) * (THREADS + 32 * FETCHERS),
+// Warps that compute want more registers for several query heads; they move by warpgroups, so there are
+// two warps more beside those that fetch.
+constexpr bool MOVES = OWN > 1;
+constexpr int OTHERS = MOVES ? 128 : 64;  // threads
+constexpr int FEWER = 56, MORE = 224;     // registers of one of those, and of one that computes
+static_assert(!MOVES || THREADS * MORE + OTHERS * FEWER <=
+                            registers_at_start(THREADS + OTHERS) * (THREADS + OTHERS),
               "who asks for more than there are waits for ever");
 
 struct Meet {
   __device__ __forceinline__ void operator()() const { named_barrier_wait_aligned<THREADS>(1); }
 };
-using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, CODES>;
-constexpr int TAKEN = 8;  // as registers permit
-using Rows = GatheredRows<elem_t, WARPS, CENTERED, MOST, TAKEN, Meet>;
+// Codes are multiplied with rows of digits where there are few, since every block makes them of all
+// rows; numbers that have to be normalised before they are rounded, and rows of a LayerNorm, stay numbers.
+constexpr bool DIGITS = CODES && MOST <= 2 && !CENTERED && SAME_TYPE<elem_t, bf16>;
+using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, CODES, DIGITS>;
+constexpr int TAKEN = MOVES || MOST < 4 ? 8 : 4;  // as registers permit
+using Rows = GatheredRows<elem_t, WARPS, CENTERED, DIGITS, MOST, TAKEN, Meet>;
 // Keys of a group of lanes that are under way.
-constexpr int DEPTH = OWN > 1 ? 3 : MOST > 1 ? 9 : 5;
+constexpr int DEPTH = OWN > 1 ? 3 : 5;
 using Heads = DecodeHeads<elem_t, D, GROUP, OWN, WARPS, DEPTH, ROPE>;
 static_assert(MOST <= 8, "columns of a product of tensor cores");
 static_assert(sizeof(typename Heads::Shared) <= ROOM - ASIDE, "attention has its room");
@@ -134,7 +139,7 @@ __device__ __forceinline__ void count_token(const DecodeState& state, int* lengt
   if (length < state.capacities[row]) lengths[row] = length + 1;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + OTHERS, 1)
     step_whole(i64* tokens,                                    // [m]
                int* positions,                                 // [m]
                const int* active,                              // [m]: by which positions advance
@@ -155,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
                u32* exchange,                           // launches so far, and the words that pass
                u32* counters, const DecodeModel model) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  __shared__ __align__(8) u64 barriers[2 * STAGES];
+  __shared__ __align__(8) u64 barriers[Ring::BARRIERS];
   __shared__ typename Sums::Shared sums;
   __shared__ typename Rows::Shared statistics;
   __shared__ DecodeItem item;
@@ -164,6 +169,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   const int heads = (model.heads_q + 2 * model.heads_kv) * D;
   Ring ring(shared_address(shared) + ROOM, shared_address(barriers));
   if (threadIdx.x == 0) ring.make_barriers();
+  const auto calm = [&](bool so) {
+    if (threadIdx.x == 0) ring.calm(so);
+  };
   const DecodeState state = {
       rows_of_cache,       positions,
       page_table,          lengths,
@@ -211,19 +219,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
 
   // The warps that fetch.
   if (threadIdx.x >= THREADS) {
-    fewer_registers<FEWER>();
+    if constexpr (MOVES) fewer_registers<FEWER>();
     if (threadIdx.x >= THREADS + 32 * Ring::FETCHERS) return;
     const int half = (threadIdx.x - THREADS) / WARP_SIZE;
-    typename Ring::Way own, ahead;
-    int lead = 0;
-    const auto enter = [&](typename Ring::Way& way, int p) {
-      if (p == products) return false;
-      const int kind = p == products - 1 ? HEAD : p % 4;
-      way.enter(list[p], maps, p, half, model.mlp, inputs_of(kind), GATE && kind == UP);
-      for (int i = 0; i < Ring::MAPS; ++i)
-        if (p + 1 < products) tma_prefetch(maps[(p + 1) * Ring::MAPS + i]);
-      return way.tiles > 0;
-    };
 #pragma unroll 1
     for (int p = 0; p < products; ++p) {
       const Product<elem_t>& next = list[p];
@@ -236,13 +234,19 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
         if (kind == OUT && attends)
           Heads::prefetch(state, heads_of(p / 4), DecodeSpan(item, splits, next.window));
       }
-      if (threadIdx.x % WARP_SIZE == 0 && enter(own, p)) ring.fetch(own, ahead, lead, enter);
+      typename Ring::Way way;
+      way.enter(next, maps, p, half, model.mlp, inputs_of(kind), GATE && kind == UP);
+      if (threadIdx.x % WARP_SIZE == 0) {
+        for (int i = 0; i < Ring::MAPS && p + 1 < products; ++i)
+          tma_prefetch(maps[(p + 1) * Ring::MAPS + i]);
+        if (way.tiles > 0) ring.fetch(way);
+      }
       __syncwarp();
     }
     return;
   }
 
-  more_registers<MORE>();
+  if constexpr (MOVES) more_registers<MORE>();
   const Meet meet;
   const u32 rows = shared_address(shared);
   const float of_hidden = 1.f / hidden;
@@ -264,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     // 2. Attention, whose work area is the rows'.
     if (kind == OUT && attends) {
       Heads::attend(*reinterpret_cast<typename Heads::Shared*>(shared), state, heads_of(p / 4),
-                    DecodeSpan(item, splits, own.window), angles, meet);
+                    DecodeSpan(item, splits, own.window), angles, meet, calm);
       meet();
     }
 
@@ -280,12 +284,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
 
     // 3. Rows, normalised or as they are.
     work.each(0, m, [&](int i, int row, int column, int, int) { before(i, row, column); });
+    const bool waits = kind != QKV && kind != DOWN;  // else what comes next has no weights yet
+    if (waits) calm(true);
     if (own.norm != nullptr) {
       taken.load_factors(own.norm, own.norm_bias, hidden);
-      taken.normalise(own.norm, at.stream(), hidden, stream_tag, of_hidden, model.eps);
+      taken.normalise(own.norm, at.stream(), hidden, stream_tag, own.coded, of_hidden, model.eps);
     } else {
-      taken.gather(kind == OUT ? at.attended() : at.inner(), k, tag);
+      taken.gather(kind == OUT ? at.attended() : at.inner(), k, tag, own.coded);
     }
+    if (waits) calm(false);
     meet();
 
     // 4. The block's outputs: heads of q, k and v; added to the stream; up with its activation; logits,

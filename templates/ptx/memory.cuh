@@ -29,6 +29,16 @@ __device__ __forceinline__ u32 load_shared_word(u32 address) {
   return value;
 }
 
+// A word that other threads write meanwhile.                      PTX ISA: ld.volatile.shared, st.volatile
+__device__ __forceinline__ u32 load_shared_flag(u32 address) {
+  u32 value;
+  asm volatile("ld.volatile.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_shared_flag(u32 address, u32 value) {
+  asm volatile("st.volatile.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
 // PTX ISA: ld.shared.v2.f32
 __device__ __forceinline__ float2 load_shared_pair(u32 address) {
   float2 pair;

@@ -22,6 +22,13 @@ __device__ __forceinline__ int anew(int x) {
   return x;
 }
 
+// An address that stays in a register: where an array in shared memory begins is otherwise asked of the
+// special registers at each use, some 40 cycles before it.
+__device__ __forceinline__ u32 kept(u32 address) {
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
 // Fragments, before wgmma reads or writes them: arithmetic may move past wgmma.fence, which
 // clobbers memory only, and the compiler then adds fences of its own (C7519).
 template <int N>

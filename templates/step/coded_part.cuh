@@ -9,9 +9,6 @@
 //   pair          0   1   2   3
 //   t = 0, 1      0   1   2   3     of the 16 bytes of x, and of the words of codes
 //   t = 2, 3      1   0   3   2
-//
-// In bf16 codes stay raised (quantize/weights.cuh), and products of x with what they are raised by are
-// subtracted: tensor cores have time for twice as many, where a code costs eight instructions, not twelve.
 #pragma once
 #include "ptx/memory.cuh"
 #include "quantize/weights.cuh"
@@ -20,7 +17,6 @@ template <typename T>
 struct CodedPart {
   using Weights = Int4Weights<T>;
   static constexpr int GROUP = Weights::SPAN;
-  static constexpr bool RAISES = Weights::RAISES;
   u32 low, high;                // a lane's codes of rows g and g + 8
   u32 low_scales, high_scales;  // of those rows
   u32 x;                        // of the lane's token
@@ -28,32 +24,22 @@ struct CodedPart {
 
   // d += ..., of so many columns, whole groups.
   __device__ __forceinline__ void multiply(float (&d)[4], int columns) const {
-#pragma unroll 2
+#pragma unroll 1
     for (int at = 0; at < columns; at += GROUP) {
       const uint4 first = codes(low ^ at / 2), second = codes(high ^ at / 2);
-      float sums[RAISES ? 3 : 2][4] = {};
+      float sums[2][4] = {};
 #pragma unroll
       for (int pair = 0; pair < Weights::STEPS / 2; ++pair) {
         const uint4 own = load_shared_chunk(x + at * sizeof(T) + (turned ? pair ^ 1 : pair) * 16);
         u32 a[4];
-        if constexpr (RAISES) {
-          constexpr u32 MINUS = 0x80008000, LOW = Weights::BASES[0] ^ MINUS,
-                        HIGH = Weights::BASES[1] ^ MINUS;
-          const u32 bases[4] = {LOW, LOW, HIGH, HIGH};
-          mma_m16n8k16<T>(sums[2], bases, own.x, own.y);
-          mma_m16n8k16<T>(sums[2], bases, own.z, own.w);
-        }
-        weight_fragment<Weights, RAISES>(a, first, second, 2 * pair);
+        weight_fragment<Weights>(a, first, second, 2 * pair);
         mma_m16n8k16<T>(sums[0], a, own.x, own.y);
-        weight_fragment<Weights, RAISES>(a, first, second, 2 * pair + 1);
+        weight_fragment<Weights>(a, first, second, 2 * pair + 1);
         mma_m16n8k16<T>(sums[1], a, own.z, own.w);
       }
       const float by[2] = {scale(low_scales + at / 64), scale(high_scales + at / 64)};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float sum = sums[0][i] + sums[1][i] + (RAISES ? sums[RAISES ? 2 : 0][i] : 0.f);
-        d[i] += by[i / 2] * sum;
-      }
+      for (int i = 0; i < 4; ++i) d[i] += by[i / 2] * (sums[0][i] + sums[1][i]);
     }
   }
 

@@ -131,18 +131,22 @@ struct DecodeHeads {
     }
   }
 
-  // The first keys of each group of lanes are on their way while q is waited for.
-  template <typename Meet>
+  // The first keys of each group of lanes are on their way while q is waited for. calm(so): whether others'
+  // numbers are waited for.
+  template <typename Meet, typename Calm>
   static __device__ __forceinline__ void attend(Shared& shared, const DecodeState& state,
                                                 const DecodeLayer<T>& layer, const DecodeSpan& span,
-                                                const float* angles, const Meet& meet) {
+                                                const float* angles, const Meet& meet,
+                                                const Calm& calm) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int cached = span.cached();
     int key = span.first + warp * KEYS + lane / LANES;
     Key keys[DEPTH];
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) keys[i] = Key(state, layer, span, key + i * STEP);
+    calm(true);
     turn(shared, state, layer, span, angles);
+    calm(false);
     meet();
     float q[OWN][SIZE];
     Sums sums = {};
@@ -161,6 +165,7 @@ struct DecodeHeads {
           keys[i].k = load_vector(own), keys[i].v = load_vector(own + D);
         }
       add(sums, q, keys, span.last - key);
+      if (first + DEPTH * STEP >= span.last) break;
 #pragma unroll
       for (int i = 0; i < DEPTH; ++i) keys[i] = Key(state, layer, span, key + (DEPTH + i) * STEP);
     }
@@ -175,7 +180,9 @@ struct DecodeHeads {
       }
     }
     meet();
+    calm(true);
     finish(shared, state, layer, span.item);
+    calm(false);
   }
 
   // A position's row of `table`, [table_rows, D]: cosines, then sines; NaN of one that it has not.

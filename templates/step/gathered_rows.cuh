@@ -22,18 +22,21 @@
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/register_fence.cuh"
 #include "step/exchange.cuh"
+#include "step/row_digits.cuh"
 #include "tile/reduce.cuh"
 #include "tile/vector.cuh"
 
 constexpr int GATHERED_GAP = 8;  // elements between rows: 16 bytes of eight rows meet all banks
 
-template <typename T, int WARPS, bool CENTERED, int MOST, int MOST_AHEAD, typename Meet>
+template <typename T, int WARPS, bool CENTERED, bool DIGITS, int MOST, int MOST_AHEAD,
+          typename Meet>
 struct GatheredRows {
   static constexpr int THREADS = 32 * WARPS, SIZE = 4;  // numbers of an access
   // Accesses of a thread under way: of rows to normalise, (MOST_AHEAD) of longer ones that are taken as
   // they are, and those held in registers.
-  static constexpr int AHEAD = MOST < 2 ? 2 : 8, HELD = 2;
+  static constexpr int AHEAD = MOST < 2 ? 2 : MOST_AHEAD, HELD = 2;
   static constexpr int FULL_LOG2 = 10;  // of the numbers of all threads
   static constexpr bool LATE = SAME_TYPE<T, bf16> && (!CENTERED || MOST <= 6);
   static constexpr int EXTRA = LATE && CENTERED ? 2 : 0;
@@ -43,6 +46,7 @@ struct GatheredRows {
     float2 late[WARPS];      // LATE: sum, squares
   };
   Shared& shared;
+  const u32 late_sums;      // shared.late
   const u32 rows, factors;  // shared memory: [m][k + GATHERED_GAP]; of a norm weight [k], bias [k]
   const int m, warps_log2;
   int row, first;  // of a thread's team; its first number
@@ -50,6 +54,7 @@ struct GatheredRows {
 
   __device__ __forceinline__ GatheredRows(Shared& shared, u32 rows, u32 factors, int m)
       : shared(shared),
+        late_sums(kept(shared_address(shared.late))),
         rows(rows),
         factors(factors),
         m(m),
@@ -63,10 +68,11 @@ struct GatheredRows {
     step = WARP_SIZE * SIZE << warps_log2;
   }
 
-  // Rows of words [m, k] as they are. Nobody may read them before all have met.
-  __device__ __forceinline__ void gather(const u32* words, int k, u32 tag) const {
+  // Rows of words [m, k] as they are, for a product with codes as digits. Nobody may read them before all
+  // have met.
+  __device__ __forceinline__ void gather(const u32* words, int k, u32 tag, bool coded) const {
     if (row >= m) return;
-    const auto keep = [&](int, uint2 x, int i) { write(x, i, k); };
+    const auto keep = [&](const auto& x, int at) { put(x, at, k, coded); };
     if (k <= step * AHEAD)
       take<AHEAD>(words, k, tag, first, keep);
     else
@@ -90,9 +96,9 @@ struct GatheredRows {
 
   // The same normalised, with the factors that were loaded; LATE: times `weight`.
   __device__ __forceinline__ void normalise(const T* weight, const u32* words, int k, u32 tag,
-                                            float scale, float eps) const {
+                                            bool coded, float scale, float eps) const {
     if constexpr (LATE)
-      multiply(weight, words, k, tag);
+      multiply(weight, words, k, tag, coded);
     else
       normalise_now(words, k, tag, scale, eps);
   }
@@ -103,8 +109,8 @@ struct GatheredRows {
     float sum = 0.f, squares = 0.f;
 #pragma unroll
     for (int i = 0; i < WARPS; ++i)
-      if (i < 1 << warps_log2) {
-        const float2 own = shared.late[(row << warps_log2) + i];
+      if (MOST == 1 || i < 1 << warps_log2) {
+        const float2 own = load_shared_pair(late_sums + ((row << warps_log2) + i) * 8);
         sum += own.x, squares += own.y;
       }
     const float mean = CENTERED ? sum * scale : 0.f;
@@ -112,8 +118,8 @@ struct GatheredRows {
   }
 
  private:
-  __device__ __forceinline__ void multiply(const T* weight, const u32* words, int k,
-                                           u32 tag) const {
+  __device__ __forceinline__ void multiply(const T* weight, const u32* words, int k, u32 tag,
+                                           bool coded) const {
     float sum = 0.f, squares = 0.f;
     if (row < m) {
 #pragma unroll 1
@@ -123,17 +129,24 @@ struct GatheredRows {
         for (int i = 0; i < AHEAD; ++i)
           if (at + i * step < k)
             by[i] = __ldg(reinterpret_cast<const uint2*>(weight + at + i * step));
-        take<AHEAD>(words, k, tag, at, [&](int n, uint2 x, int i) {
-          const float2 low = unpack2<T>(x.x), high = unpack2<T>(x.y);
-          squares += low.x * low.x + low.y * low.y + (high.x * high.x + high.y * high.y);
-          if (CENTERED) sum += (low.x + low.y) + (high.x + high.y);
-          write({multiply_pairs<T>(x.x, by[n].x), multiply_pairs<T>(x.y, by[n].y)}, i, k);
+        take<AHEAD>(words, k, tag, at, [&](uint2(&x)[AHEAD], int) {
+#pragma unroll
+          for (int i = 0; i < AHEAD; ++i) {
+            if (at + i * step >= k) break;
+            const float2 low = unpack2<T>(x[i].x), high = unpack2<T>(x[i].y);
+            squares += low.x * low.x + low.y * low.y + (high.x * high.x + high.y * high.y);
+            if (CENTERED) sum += (low.x + low.y) + (high.x + high.y);
+            x[i] = {multiply_pairs<T>(x[i].x, by[i].x), multiply_pairs<T>(x[i].y, by[i].y)};
+          }
+          put(x, at, k, coded);
         });
       }
     }
     squares = lanes_sum<WARP_SIZE>(squares);
     if (CENTERED) sum = lanes_sum<WARP_SIZE>(sum);
-    if (threadIdx.x % WARP_SIZE == 0) shared.late[threadIdx.x / WARP_SIZE] = {sum, squares};
+    if (threadIdx.x % WARP_SIZE == 0)
+      store_shared_pair(late_sums + threadIdx.x / WARP_SIZE * 8, __float_as_uint(sum),
+                        __float_as_uint(squares));
     if (CENTERED) cp_async_wait<0>();
   }
 
@@ -150,10 +163,19 @@ struct GatheredRows {
       }
     };
     if (row < m) {
-      take<HELD>(words, k, tag, first, [&](int n, uint2 x, int) { held[n] = x, see(x); });
+      take<HELD>(words, k, tag, first, [&](uint2(&x)[HELD], int) {
+#pragma unroll
+        for (int i = 0; i < HELD; ++i)
+          if (first + i * step < k) held[i] = x[i], see(x[i]);
+      });
 #pragma unroll 1
       for (int at = first + step * HELD; at < k; at += step * AHEAD)
-        take<AHEAD>(words, k, tag, at, [&](int, uint2 x, int i) { write(x, i, k), see(x); });
+        take<AHEAD>(words, k, tag, at, [&](uint2(&x)[AHEAD], int) {
+          put(x, at, k, false);
+#pragma unroll
+          for (int i = 0; i < AHEAD; ++i)
+            if (at + i * step < k) see(x[i]);
+        });
     }
     const int warp = threadIdx.x / WARP_SIZE;
     float own_mean = 0.f;
@@ -195,9 +217,21 @@ struct GatheredRows {
   __device__ __forceinline__ void write(uint2 x, int i, int k) const {
     store_shared_pair(own(i, k), x.x, x.y);
   }
+  template <int COUNT>
+  __device__ __forceinline__ void put(const uint2 (&x)[COUNT], int at, int k, bool coded) const {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const int column = at + i * step;
+      if (column >= k) continue;
+      if (DIGITS && coded)
+        RowDigits<T>::store(rows + row * RowDigits<T>::bytes(k), x[i], column, k);
+      else
+        write(x[i], column, k);
+    }
+  }
 
-  // COUNT accesses from column `at` on, all under way before the first is waited for:
-  // act(which one, its numbers, their column).
+  // COUNT accesses from column `at` on, all under way before the first is waited for: act(numbers of each,
+  // at); of those behind the end of the row they say nothing.
   template <int COUNT, typename Act>
   __device__ __forceinline__ void take(const u32* words, int k, u32 tag, int at,
                                        const Act& act) const {
@@ -205,9 +239,10 @@ struct GatheredRows {
     uint4 asked[COUNT];
     const auto there = [&](int i) { return at + i * step < k; };
     await(asked, tag, [&](int i) { return load_words(source + at + i * step); }, there);
+    uint2 found[COUNT];
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i)
-      if (there(i)) act(i, numbers(asked[i]), at + i * step);
+    for (int i = 0; i < COUNT; ++i) found[i] = numbers(asked[i]);
+    act(found, at);
   }
 
   // act(numbers, their column): all of the thread.

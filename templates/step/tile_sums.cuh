@@ -16,15 +16,16 @@ template <typename T, typename Ring, int WARPS, int MOST, int EXTRA, typename Me
 struct TileSums {
   static constexpr int TILE = Ring::ROWS, THREADS = 32 * WARPS, PLACES = 8;
   static constexpr int EACH = ceil_div(PLACES * TILE * MOST, THREADS);  // outputs of a thread
+  static constexpr int ROWS = MOST + EXTRA, BYTES = TILE * sizeof(float);
   struct Shared {
-    float sums[PLACES][WARPS][MOST + EXTRA][TILE];
+    float sums[PLACES][WARPS][ROWS][TILE];
   };
   Ring& ring;
-  Shared& shared;
+  const u32 shared;
   const int m;
 
   __device__ __forceinline__ TileSums(Ring& ring, Shared& shared, int m)
-      : ring(ring), shared(shared), m(m) {}
+      : ring(ring), shared(kept(shared_address(&shared))), m(m) {}
 
   // What this block does of a product. halves: rows of a tile are 8 outputs' gates and their ups.
   struct Work {
@@ -60,9 +61,8 @@ struct TileSums {
   template <typename Before, typename After>
   __device__ __forceinline__ void product(const Work& work, u32 rows, int k, const Before& before,
                                           const After& after) const {
-    const int lane = threadIdx.x % WARP_SIZE;
-    const int token = min(work.coded ? lane / 4 : lane % 8, m - 1 + work.extra);
-    const u32 x = rows + token * (k + GATHERED_GAP) * sizeof(T);
+    const int row_bytes = (k + GATHERED_GAP) * sizeof(T);
+    const typename Ring::Lane x = Ring::lane_of(rows, k, row_bytes, m + work.extra, work.coded);
 #pragma unroll 1
     for (int first = 0; first < work.tiles; first += PLACES) {
       if (first > 0) {
@@ -71,7 +71,11 @@ struct TileSums {
       }
       const int end = min(first + PLACES, work.tiles);
 #pragma unroll 1
-      for (int tile = first; tile < end; ++tile) multiply(work, tile, tile - first, x, k);
+      for (int tile = first; tile < end; ++tile)
+        if (Ring::CODED > 0 && work.coded)
+          multiply<true>(work, tile, tile - first, x, k);
+        else
+          multiply<false>(work, tile, tile - first, x, k);
       Meet()();  // sums are there
       work.each(first, m, [&](int j, int row, int column, int tile, int place) {
         float2 more[2] = {};
@@ -84,26 +88,33 @@ struct TileSums {
   }
 
  private:
-  // This warp's part of a tile, to its place.
-  __device__ __forceinline__ void multiply(const Work& work, int tile, int place, u32 x,
-                                           int k) const {
+  __device__ __forceinline__ u32 sums_of(int place, int warp, int row, int i) const {
+    return shared + ((place * WARPS + warp) * ROWS + row) * BYTES + i * 4;
+  }
+
+  // This warp's part of a tile, of codes or numbers, to its place.
+  template <bool CODED>
+  __device__ __forceinline__ void multiply(const Work& work, int tile, int place,
+                                           const typename Ring::Lane& x, int k) const {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const bool both = work.halves || work.outputs - (tile << work.log2) > TILE / 2;
-    const int columns = Ring::columns_of(work.coded), part = columns / WARPS;
+    constexpr int COLUMNS = CODED ? Ring::CODED : Ring::COLUMNS_OF_STAGE, PART = COLUMNS / WARPS;
     typename Ring::Sums sums = {};
 #pragma unroll 1
-    for (int at = 0; at < k; at += columns) {
+    for (int at = 0; at < k; at += COLUMNS) {
       mbarrier_wait(ring.full + 8 * ring.place.stage, ring.place.parity);
-      const int own = at + warp * part;
-      ring.multiply(sums, both, work.coded, x + own * sizeof(T), min(max(k - own, 0), part));
+      const int own = at + warp * PART;
+      ring.multiply<CODED>(sums, both, x, own, min(max(k - own, 0), PART));
       __syncwarp();
       release(ring.place, ring.empty + 8 * ring.place.stage, lane == 0);
     }
-    const int own = Ring::row_of(lane, work.coded);
+    const u32 own = sums_of(place, warp, 0, Ring::row_of(lane, CODED));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = lane % 4 * 2 + i % 2;
-      if (row < MOST + EXTRA) shared.sums[place][warp][row][own + i / 2 * 8] = sums.total(i);
+      const int row = Ring::token_of(i, CODED);
+      if (row < ROWS)
+        store_shared_word(own + row * BYTES + Ring::row_behind(i, CODED) * 4,
+                          __float_as_uint(sums.total(i)));
     }
   }
 
@@ -111,9 +122,9 @@ struct TileSums {
     float2 total = {0.f, 0.f};
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
-      const float* const sums = shared.sums[tile][w][row] + place;
-      total.x += sums[0];
-      if (halves) total.y += sums[TILE / 2];
+      const u32 sums = sums_of(tile, w, row, place);
+      total.x += __uint_as_float(load_shared_word(sums));
+      if (halves) total.y += __uint_as_float(load_shared_word(sums + BYTES / 2));
     }
     return total;
   }

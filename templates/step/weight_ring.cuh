@@ -19,20 +19,24 @@
 //
 // Of a weight of int4 codes four codes stand where there is a number, so a stage has four times as
 // many columns; their scales, one of 128 codes, come by boxes of a map of their own, [2][8 rows] behind
-// all stages (step/coded_part.cuh).
+// all stages. They are multiplied with rows of digits (step/row_digits.cuh) or of numbers
+// (step/coded_part.cuh).
 //
 // No more than FLIGHT stages are asked for and not there yet: what is asked for beyond what memory
-// needs to be busy stands in its queues, and what the others read and write waits behind it. While the
-// ring is full, up to AHEAD stages more come to L2, of which NEAR may be under way.
+// needs to be busy stands in its queues, and what the others read and write waits behind it. While they
+// wait for numbers it is no more than CALM.
 #pragma once
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/register_fence.cuh"
 #include "ptx/tma.cuh"
 #include "step/coded_part.cuh"
 #include "step/layers.cuh"
+#include "step/row_digits.cuh"
 #include "tile/ring.cuh"
 
-template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, bool CODES>
+template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, bool CODES,
+          bool DIGITS_OF_ROWS>
 struct WeightRing {
   static constexpr int ROWS = 16, SPAN = 32, SIZE = STAGES, FETCHERS = 2;
   static constexpr int GROUP = 64, GROUP_BYTES = 8 * GROUP * sizeof(T);
@@ -40,42 +44,42 @@ struct WeightRing {
   static constexpr int PART = COLUMNS / WARPS;       // columns of a warp in a stage
   static constexpr int HALF = GROUPS * GROUP_BYTES;  // bytes of eight rows in a stage
   static constexpr int STAGE = 2 * HALF;
-  static constexpr int CODED = 4 * COLUMNS, CODED_PART = CODED / WARPS;  // columns of codes
-  static constexpr int SCALES = CODED / 128;                             // of a row in a stage
+  static constexpr int COLUMNS_OF_STAGE = COLUMNS;
+  static constexpr int CODED = CODES ? 4 * COLUMNS : 0, CODED_PART = CODED / WARPS;  // of codes
+  static constexpr int SCALES = CODED / 128;  // of a row in a stage
   static constexpr int SCALE_PITCH = SCALES * sizeof(T), SCALE_HALF = 8 * SCALE_PITCH;
+  static constexpr int BARRIERS = 2 * STAGES + 1;
   static constexpr int MAPS = CODES ? 2 : 1;  // of a product
-  // Stages that may come to L2 before they have room in the ring.
-  static constexpr int AHEAD = 14 * 512 / COLUMNS;
-  static constexpr int PAUSES = 2, PAUSE = 256;  // between two of these; nanoseconds
-  static constexpr int NEAR = FLIGHT + 2 < STAGES ? FLIGHT + 2 : FLIGHT;  // under way, of those
+  static constexpr bool DIGITS = DIGITS_OF_ROWS;
+  static constexpr int CALM = 1;  // stages under way while the others wait for numbers
   static_assert(COLUMNS % GROUP == 0 && PART % SPAN == 0, "whole groups and spans");
   static_assert(!CODES || (CODED_PART % 128 == 0 && SCALE_HALF % 128 == 0), "whole groups");
-  static_assert(NEAR < STAGES && FLIGHT < STAGES, "stages under way");
+  static_assert(FLIGHT < STAGES, "stages under way");
   const u32 stages;       // shared memory, a multiple of 1024
   const u32 full, empty;  // mbarriers, 8 bytes each
   RingPlace<STAGES> place,
       landing;  // the next stage; the first one that may be under way (fetching)
   int under_way = 0;
 
+  // barriers: shared memory, BARRIERS words of 8 bytes, of which the last one is the flag.
   __device__ __forceinline__ WeightRing(u32 stages, u32 barriers)
-      : stages(stages), full(barriers), empty(barriers + 8 * STAGES) {}
+      : stages(kept(stages)), full(kept(barriers)), empty(full + 8 * STAGES) {}
+  // Whether the others wait for numbers.
+  __device__ __forceinline__ void calm(bool so) const { store_shared_flag(full + 16 * STAGES, so); }
 
   __device__ __forceinline__ void make_barriers() const {  // by one thread
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(full + 8 * i, FETCHERS);
       mbarrier_init(empty + 8 * i, WARPS);
     }
+    calm(false);
     mbarrier_init_fence();
-  }
-
-  static __device__ __forceinline__ int columns_of(bool coded) {
-    return CODES && coded ? CODED : COLUMNS;
   }
 
   // Along a block's part of all products, stage by stage, for one half of each.
   struct Way {
     const TensorMap* map;
-    int p, tiles;        // the product; tiles that are left of it, with this one
+    int tiles;           // that are left of the product, with this one
     int row, end, step;  // of the tensor, of which there are rows before `end`
     int group, groups;   // of 64 columns
     bool coded;
@@ -83,7 +87,7 @@ struct WeightRing {
     // Before the first stage of product p.
     __device__ __forceinline__ void enter(const Product<T>& product, const TensorMap* maps, int at,
                                           int half, int n, int k, bool halves) {
-      p = at, map = maps + at * MAPS, coded = CODES && product.coded;
+      map = maps + at * MAPS, coded = CODES && product.coded;
       step = halves ? 8 : 16, tiles = (product.outputs + step - 1) / step;
       row = product.begin + half * (halves ? n : 8);
       end = product.begin + product.outputs + (halves ? half * n : 0);
@@ -103,27 +107,17 @@ struct WeightRing {
       tma_load(target, map[0], barrier, 0, row, group);
       if (coded) tma_load(scales, map[1], barrier, group * 2, row);
     }
-    __device__ __forceinline__ void prefetch() const {
-      if (!has()) return;
-      tma_prefetch_box(map[0], 0, row, group);
-      if (coded) tma_prefetch_box(map[1], group * 2, row);
-    }
   };
 
-  // The stages of a product that `own` has entered, where `ahead` is `lead` stages in front of `own`. enter(way, p): to a
-  // product's first stage; whether there is one. By a thread of each warp that fetches.
-  template <typename Enter>
-  __device__ __forceinline__ void fetch(Way& own, Way& ahead, int& lead, const Enter& enter) {
+  // The stages of a product that `own` has entered. By a thread of each warp that fetches.
+  __device__ __forceinline__ void fetch(Way& own) {
     const int half = (threadIdx.x / WARP_SIZE - WARPS) & 1;
     bool more;
 #pragma unroll 1
     do {
-      if (lead == 0) ahead = own;
-      wait_for_place(ahead, lead, enter);
-      const int most = lead > 0 ? NEAR : FLIGHT;
-      lead = max(lead - 1, 0);
+      mbarrier_wait(empty + 8 * place.stage, place.parity ^ 1);
 #pragma unroll 1
-      for (; under_way >= most; --under_way) {
+      for (; under_way >= (is_calm() ? CALM : FLIGHT); --under_way) {
         mbarrier_wait(full + 8 * landing.stage, landing.parity);
         landing.advance();
       }
@@ -134,6 +128,10 @@ struct WeightRing {
       place.advance();
       more = own.next();
     } while (more);
+  }
+
+  __device__ __forceinline__ bool is_calm() const {
+    return load_shared_flag(full + 16 * STAGES) != 0;
   }
 
   // Of a warp and one tile; of numbers four, none of which waits for another.
@@ -151,33 +149,67 @@ struct WeightRing {
     return CODES && coded ? row % 2 * 4 + row / 2 : row;
   }
 
-  // sums += this warp's part of the stage, of one half or both and so many columns, times up to eight
-  // rows of x. x: where the part begins in the lane's row: of numbers lane % 8's, of codes lane / 4's.
-  __device__ __forceinline__ void multiply(Sums& sums, bool both, bool coded, u32 x,
+  // Where a lane finds what weights are multiplied with, shared memory: of numbers its row, lane % 8's,
+  // of codes lane / 4's, or digits and factors.
+  struct Lane {
+    u32 row, digits, factors;
+  };
+  // rows: of tokens, [count][k + gap]. Rows behind the last one are the last one.
+  static __device__ __forceinline__ Lane lane_of(u32 rows, int k, int row_bytes, int count,
+                                                 bool coded) {
+    using Digits = RowDigits<T>;
+    const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
+    Lane made = {rows + min(coded ? g : lane % 8, count - 1) * row_bytes, 0, 0};
+    if (DIGITS && coded) {
+      const int bytes = Digits::bytes(k);
+      made.digits = rows + min(g / 2, count - 1) * bytes + g % 2 * Digits::pitch(k) + t * 32;
+      made.factors = rows + min(t, count - 1) * bytes + Digits::factors(k);
+    }
+    return made;
+  }
+  // Of which token and which row of the tile, behind the lane's, sums.total(i) is.
+  static constexpr int NONE = 8;
+  static __device__ __forceinline__ int token_of(int i, bool coded) {
+    const int t = threadIdx.x % 4;
+    return !(DIGITS && coded) ? t * 2 + i % 2 : i < 2 ? t : NONE;
+  }
+  static __device__ __forceinline__ int row_behind(int i, bool coded) {
+    return (DIGITS && coded ? i : i / 2) * 8;
+  }
+
+  // sums += this warp's part of the stage, from column `first` of x on, of one half or both and so many
+  // columns.
+  template <bool OF_CODES>
+  __device__ __forceinline__ void multiply(Sums& sums, bool both, const Lane& x, int first,
                                            int columns) const {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const u32 tile = stages + place.stage * STAGE;
-    if constexpr (CODES) {
-      if (coded) {
-        constexpr int CHUNKS = CODED_PART / 32;  // of 16 bytes
-        const int row = row_of(lane, true), chunk = warp * CHUNKS;
-        const u32 low =
-            tile + chunk / 8 * GROUP_BYTES + row * 128 + ((chunk % 8 + lane % 4) ^ row) * 16;
-        const u32 scales = stages + STAGES * STAGE + place.stage * 2 * SCALE_HALF +
-                           row * SCALE_PITCH + warp * CODED_PART / 64;
+    if constexpr (OF_CODES) {
+      constexpr int CHUNKS = CODED_PART / 32;  // of 16 bytes
+      const int row = row_of(lane, true), chunk = warp * CHUNKS;
+      const u32 low =
+          tile + chunk / 8 * GROUP_BYTES + row * 128 + ((chunk % 8 + lane % 4) ^ row) * 16;
+      const u32 scales = stages + STAGES * STAGE + place.stage * 2 * SCALE_HALF +
+                         row * SCALE_PITCH + warp * CODED_PART / 64;
+      const u32 high = low + (both ? HALF : 0), high_scales = scales + (both ? SCALE_HALF : 0);
+      if constexpr (DIGITS) {
+        const DigitsPart<T> part = {
+            low, high, scales, high_scales, x.digits + first, x.factors + first / 32};
+        part.template multiply<CODED_PART>(sums.d[0], columns);
+      } else {
         const CodedPart<T> part = {low,
-                                   low + (both ? HALF : 0),
+                                   high,
                                    scales,
-                                   scales + (both ? SCALE_HALF : 0),
-                                   x + lane % 4 * 64,
+                                   high_scales,
+                                   static_cast<u32>(x.row + first * sizeof(T) + lane % 4 * 64),
                                    lane % 4 >= 2};
         part.multiply(sums.d[0], columns);
-        return;
       }
+    } else {
+      const int row = lane % 8, second = both ? lane / 8 % 2 : 0;
+      multiply_numbers(sums, tile + second * HALF + row * 128 + ((lane / ROWS) ^ row) * 16,
+                       x.row + first * sizeof(T) + lane / 8 * 16, warp * (PART / SPAN), columns);
     }
-    const int row = lane % 8, second = both ? lane / 8 % 2 : 0;
-    multiply_numbers(sums, tile + second * HALF + row * 128 + ((lane / ROWS) ^ row) * 16,
-                     x + lane / 8 * 16, warp * (PART / SPAN), columns);
   }
 
  private:
@@ -201,28 +233,5 @@ struct WeightRing {
 #pragma unroll 1
       for (int i = 0; i < columns / SPAN; ++i) span(i, sums.d[0], sums.d[1]);
     }
-  }
-
-  // While there is no room in the ring memory has nothing to do, since the others wait for one another's
-  // numbers: what comes behind is asked to come to L2, stage by stage, slowly, so that what the others
-  // read and write does not stand behind it.
-  template <typename Enter>
-  __device__ __forceinline__ void wait_for_place(Way& ahead, int& lead, const Enter& enter) const {
-    const u32 barrier = empty + 8 * place.stage;
-    const int parity = place.parity ^ 1;
-    if (mbarrier_test(barrier, parity)) return;
-#pragma unroll 1
-    while (lead < AHEAD) {
-      if (ahead.tiles <= 0 && !enter(ahead, ahead.p + 1)) break;
-      ahead.prefetch();
-      ahead.next();
-      ++lead;
-#pragma unroll 1
-      for (int i = 0; i < PAUSES; ++i) {
-        if (mbarrier_test(barrier, parity)) return;
-        __nanosleep(PAUSE);
-      }
-    }
-    mbarrier_wait(barrier, parity);
   }
 };

@@ -108,24 +108,33 @@ def test_models_without_such_a_step_have_many_launches(launched):
     assert "decode_step.whole" not in launched
 
 
-def test_a_step_with_weights_of_int4_has_the_logits_of_many_launches(launched):
+@pytest.mark.parametrize(
+    ("dtype", "prompts", "tolerance"), [("fp16", [[3, 4]], 3e-3), ("bf16", [[3, 4], [7, 5]], 2e-2)]
+)
+def test_a_step_with_weights_of_int4_has_the_logits_of_many_launches(
+    dtype, prompts, tolerance, launched
+):
+    """Numbers with codes; and rows of digits, of two sequences."""
     config = ModelConfig.of(LLAMA | {
         "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 32,
     })  # fmt: skip
-    weights, found = random_weights(config, torch.float16, "cpu"), []
+    kind = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    weights, found, rows = random_weights(config, kind, "cpu"), [], len(prompts)
     with quiet():
         for plan in (WHOLE, StepPlan()):
             decoder = Decoder(
-                config, weights, dtype="fp16", device="cpu", max_batch=1, max_length=32,
+                config, weights, dtype=dtype, device="cpu", max_batch=rows, max_length=32,
                 page_size=8, plan=plan, quantize="int4_group", quantize_head="int4_group",
             )  # fmt: skip
-            decoder.submit([3, 4], max_new_tokens=3)
+            for prompt in prompts:
+                decoder.submit(prompt, max_new_tokens=3)
             decoder.advance()
             decoder.advance()
-            found.append(decoder._steps._logits.rows(1)[0].double().clone())
+            found.append(decoder._steps._logits.rows(rows).double().clone())
     assert launched.count("decode_step.whole") == 1
     assert decoder.weights.head.scheme == "int4_group"
-    assert float((found[0] - found[1]).norm() / found[1].norm()) < 3e-3
+    apart = (found[0] - found[1]).norm(dim=1) / found[1].norm(dim=1)
+    assert bool((apart < tolerance).all()), apart
 
 
 def test_who_fits():
@@ -151,6 +160,15 @@ def test_work_items_of_attention_are_no_more_than_blocks():
     found = [(whole.own_heads(one, rows, 132), whole.splits_of(one, rows, 132))
              for one in (short, long) for rows in (1, 2, 4, 8)]  # fmt: skip
     assert found == [(1, 4), (4, 8), (4, 4), (4, 2), (4, 16), (4, 8), (4, 4), (4, 2)]
+    gpt2 = ModelConfig.of("gpt2")
+    found = [whole.splits_of(model_of(gpt2, "nhd", 256, length=length), 1, 132)
+             for length in (1, 160, 161, 640, 1024, 0)]  # fmt: skip
+    assert found == [1, 1, 2, 4, 7, 11]
+
+
+def test_narrow_models_have_a_block_for_eight_columns():
+    assert [whole.blocks_of(132, hidden) for hidden in (2048, 1056, 1024, 768, 704, 696)] == [
+        132, 132, 128, 96, 88, 132]  # fmt: skip
 
 
 def test_what_a_step_refuses():

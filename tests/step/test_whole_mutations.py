@@ -13,24 +13,23 @@ from tests.core.test_mutations import check_found
 K, T = "kernels_cu/step/whole.cu", "templates/step/"
 SMALL = {"kernel": "decode_step.whole", "params": {"head_dim": 16, "norm": "rms"}}
 LAYER = {"kernel": "decode_step.whole", "params": {"head_dim": 16, "norm": "layer"}}
-CODED = {"kernel": "decode_step.whole", "params": {"head_dim": 32, "codes": True}}
+CODED = {"kernel": "decode_step.whole", "params": {"head_dim": 32, "dtype": "bf16"}}
+NUMBERS = {"kernel": "decode_step.whole", "params": {"head_dim": 32, "dtype": "fp16"}}
 
 BUGS = (
     Bug("no wait for a stage", T + "tile_sums.cuh",
         "mbarrier_wait(ring.full + 8 * ring.place.stage, ring.place.parity);", "", by="race",
         **SMALL),
     Bug("a stage fetched before it is free", T + "weight_ring.cuh",
-        "if (mbarrier_test(barrier, parity)) return;\n#pragma unroll 1\n    while (lead",
-        "return;\n#pragma unroll 1\n    while (lead", by="race", **SMALL),
+        "mbarrier_wait(empty + 8 * place.stage, place.parity ^ 1);", "", by="race", **SMALL),
     Bug("sums added up before all are there", T + "tile_sums.cuh",
         "Meet()();  // sums are there", "", by="race", **SMALL),
     Bug("sums left where others are added up", T + "tile_sums.cuh",
         "Meet()();  // sums have been added up", "", by="race", **SMALL),
     Bug("rows gathered where attention is not over", K,
-        "angles, meet);\n      meet();", "angles, meet);", by="race", **SMALL),
+        "angles, meet, calm);\n      meet();", "angles, meet, calm);", by="race", **SMALL),
     Bug("rows multiplied before they are there", K,
-        ": at.inner(), k, tag);\n    }\n    meet();", ": at.inner(), k, tag);\n    }", by="race",
-        **SMALL),
+        "if (waits) calm(false);\n    meet();", "if (waits) calm(false);", by="race", **SMALL),
     Bug("words taken as they are", T + "exchange.cuh", "while (!all);", "while (false);",
         by="numbers", **SMALL),
     Bug("the new key left out", T + "decode_heads.cuh",
@@ -51,8 +50,17 @@ BUGS = (
         "if (CENTERED) cp_async_wait<0>();", "", by="race", **LAYER),
     Bug("scales not waited for", T + "weight_ring.cuh", "HALF + (coded ? SCALE_HALF : 0)",
         "HALF", by="barrier", **CODED),
+    Bug("digits in another order than codes", T + "row_digits.cuh", "0x6240", "0x6420",
+        by="numbers", **CODED),
+    Bug("another token's digits", T + "weight_ring.cuh", "min(g / 2, count - 1) * bytes",
+        "min(g / 4, count - 1) * bytes", by="numbers", **CODED),
+    Bug("a group's greatest of four lanes", T + "row_digits.cuh",
+        "__reduce_max_sync(FULL_MASK, most)", "most", by="numbers", **CODED),
+    Bug("digits behind one another without a gap", T + "row_digits.cuh",
+        "factors(k) + round_up(k / GROUP * 4, 16)", "factors(k) + k / GROUP * 4", by="memory",
+        **CODED),
     Bug("codes in another order than x", T + "coded_part.cuh", "(turned ? pair ^ 1 : pair)",
-        "pair", by="numbers", **CODED),
+        "pair", by="numbers", **NUMBERS),
     Bug("a warp's sums left out", T + "tile_sums.cuh", "for (int w = 0; w < WARPS; ++w)",
         "for (int w = 1; w < WARPS; ++w)", by="numbers", **SMALL),
     Bug("tokens not counted", K, "lengths[row] = length + 1;", "lengths[row] = length;",

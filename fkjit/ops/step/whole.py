@@ -23,9 +23,12 @@ from fkjit.runtime.tensor_map import MapTable
 
 _CALL = "decode_step"
 _SPAN, _GROUP = 32, 128  # columns of a weight that a warp takes at a time; of codes
+_COPIED = 8  # rows of a weight in a copy
 _MAPPED = 64  # elements of 16 bits of a row that stand side by side in a stage
 _CPU_BLOCKS = 4
 _ITEMS = 4  # of a query head, at least, where it has items of its own
+_LONG = 2048  # tokens, from which on no key is read for each query head by itself
+_BATCH = 10240  # elements of keys that an item of one query head has under way
 
 
 class LayerArrays(NamedTuple):
@@ -53,8 +56,8 @@ class LayerArrays(NamedTuple):
 class Model(NamedTuple):
     """What a step's kernel is made for. heads_q, heads_kv, head_dim, mlp, eps: as a ModelConfig's.
     advance: 1: positions become the next ones; 2: tokens, too, by the largest logits. codes: some
-    weights of layers are of int4. long: sequences may be long, so that keys are read once rather
-    than for each query head. ring: one of whole_kernel.RINGS; None: the usual."""
+    weights of layers are of int4. length: tokens of the longest sequence there is room for; 0: any
+    number. ring: one of whole_kernel.RINGS; None: the usual."""
 
     heads_q: int
     heads_kv: int
@@ -67,7 +70,7 @@ class Model(NamedTuple):
     page_size: int
     advance: int = 0
     codes: bool = False
-    long: bool = False
+    length: int = 0
     ring: Ring | None = None
 
 
@@ -133,9 +136,16 @@ def map_words(arrays: Arrays, model: Model, table: np.ndarray) -> np.ndarray:
     return words.reshape(-1, MAP_WORDS)
 
 
-def blocks_on(device: int) -> int:
-    """That run at the same time on a CUDA device, or in the interpreter (CPU)."""
-    return _CPU_BLOCKS if device == CPU else multiprocessors(device)
+def blocks_on(device: int, hidden: int) -> int:
+    """Of a step of a model of this width on a CUDA device, or in the interpreter (CPU)."""
+    return _CPU_BLOCKS if device == CPU else blocks_of(multiprocessors(device), hidden)
+
+
+def blocks_of(multiprocessors: int, hidden: int) -> int:
+    """One on each multiprocessor; of a narrow model as many as each have eight of its columns, as a
+    copy brings: fewer have to hear of one another, and no copy brings others' rows."""
+    narrow = hidden // _COPIED
+    return narrow if multiprocessors * 2 // 3 <= narrow <= multiprocessors else multiprocessors
 
 
 def fits(model: Model, rows: int, hidden: int, layers: int, arch: Arch, blocks: int) -> bool:
@@ -160,13 +170,18 @@ def _whole(model: Model, wide: int) -> bool:
 
 
 def splits_of(model: Model, rows: int, blocks: int) -> int:
-    """Work items of a sequence and its heads: together no more than there are blocks."""
-    return max(1, blocks * own_heads(model, rows, blocks) // (rows * model.heads_q))
+    """Work items of a sequence and its heads: together no more than there are blocks, and no more
+    than have keys enough."""
+    own = own_heads(model, rows, blocks)
+    splits = max(1, blocks * own // (rows * model.heads_q))
+    if own > 1 or not model.length:
+        return splits
+    return min(splits, -(-model.length * model.head_dim // _BATCH))
 
 
 def own_heads(model: Model, rows: int, blocks: int) -> int:
     """Query heads of a work item of attention: one, or all of a key head."""
-    one = not model.long and _ITEMS * rows * model.heads_q <= blocks
+    one = model.length <= _LONG and _ITEMS * rows * model.heads_q <= blocks
     return 1 if one else model.heads_q // model.heads_kv
 
 
@@ -195,7 +210,7 @@ def prepare(arrays: Arrays, model: Model) -> None:
     an `exchange` it is as large as it has to be."""
     if arrays.exchange is None:
         device, m, hidden = arrays.tokens.device, arrays.tokens.shape[0], arrays.embedding.shape[1]
-        words = exchange_words(model, m, hidden, blocks_on(device))
+        words = exchange_words(model, m, hidden, blocks_on(device, hidden))
         arrays = arrays._replace(exchange=abstract.made((words,), "int32", None, device))
     _OP.prepare((*arrays, None, None), model)
 
@@ -215,6 +230,7 @@ def _variant(
     widest = max(hidden, model.mlp, model.heads_q * dim)
     normed = (most + kernel.extra_rows(norm, most)) * (hidden + kernel.ROW_GAP)
     widest = max(widest, -(-normed // most) - kernel.ROW_GAP)
+    widest += kernel.beside_digits(widest) if model.codes else 0
     own = own_heads(model, rows, blocks)
     room = kernel.room_for(most, widest, dim, own, aside)
     if room is None:
@@ -248,7 +264,8 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     hidden = seen["embedding"].shape[1]
     layers = seen["table_of_layers"].shape[0]
     _check_arrays(seen, model, m, hidden, layers)
-    norm, blocks = "layer" if "norm_bias" in seen else "rms", blocks_on(seen["tokens"].device)
+    norm = "layer" if "norm_bias" in seen else "rms"
+    blocks = blocks_on(seen["tokens"].device, hidden)
     variant = _variant(model, m, hidden, layers, norm, blocks)
     widths = (hidden, model.mlp, model.heads_q * model.head_dim)
     whole = all(_whole(model, one) and one >= blocks for one in widths)

@@ -21,7 +21,7 @@ from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
 
 ROWS = (1, 2, 4, 8)  # there is room for
 HEAD_DIMS, GROUPS = (64, 128, 16, 32), (4, 1, 2, 3, 6, 7, 8)
-WARPS, FETCHERS = 8, 4  # that compute; that fetch, and those beside them
+WARPS, FETCHERS = 8, 2  # that compute; that fetch
 ROW_GAP = 8  # elements between rows, as templates/step/gathered_rows.cuh has it
 _PRODUCT = 40  # bytes of a Product of templates/step/layers.cuh
 CODED_COLUMNS = (512, 256)  # of a ring for codes
@@ -97,6 +97,11 @@ def room_for(most: int, widest: int, head_dim: int, own: int, aside: int) -> int
     """KB for so many rows, and what is beside them; None where there is no room."""
     needed = max(2 * most * (widest + ROW_GAP), _scratch(head_dim, own)) + (aside << 10)
     return next((room for room in sorted(_ROOMS) if room << 10 >= needed), None)
+
+
+def beside_digits(columns: int) -> int:
+    """Elements that a row of digits (templates/step/row_digits.cuh) has beside those of a row."""
+    return ROW_GAP + 8 * -(-columns // 512)
 
 
 def extra_rows(norm: str, most: int) -> int:
@@ -176,7 +181,7 @@ def _illegal(params: Params) -> str | None:
     return None
 
 
-# What is compiled ahead: the two models of the documentation, one sequence; and a small one for the
+# What is compiled ahead: the two models of the documentation, one sequence; and small ones for the
 # interpreter.
 _LLAMA = ("bf16", "rms", True, "silu", True, False, 64, 4, 1)
 _GPT2 = ("bf16", "layer", False, "gelu_tanh", False, False, 64, 1, 1)
@@ -187,6 +192,7 @@ _AHEAD = tuple(
         ("fp16", "rms", True, "silu", True, False, 16, 2, 2, 2, 12, 1, _SMALL),
         ("bf16", "layer", False, "gelu_tanh", False, False, 16, 1, 1, 1, 8, 2, _SMALL),
         ("bf16", "rms", True, "silu", True, True, 32, 4, 4, 2, 16, 1, _SMALL),
+        ("fp16", "rms", True, "silu", True, True, 32, 4, 4, 2, 16, 1, _SMALL),
     )
 )  # fmt: skip
 FIELDS: dict[str, Any] = {
@@ -202,7 +208,7 @@ FIELDS: dict[str, Any] = {
     "shared_bytes": lambda params: (
         (params["room"] << 10) + ring_shared(params["ring"], params["codes"])
     ),
-    "block": lambda params: (32 * (WARPS + FETCHERS), 1, 1),
+    "block": lambda params: (32 * (WARPS + (4 if params["own"] > 1 else FETCHERS)), 1, 1),
     "grid": lambda params, p: (p["blocks"], 1, 1),
     "arguments": _arguments,
     "shape_class": lambda p: {"m": p["m"], "hidden": p["hidden"], "layers": p["layers"]},
