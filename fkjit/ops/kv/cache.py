@@ -237,8 +237,9 @@ class PagedKVCache:
         return slots
 
     def place(self, sequences: Sequence[int], tokens: int | Sequence[int] = 1) -> np.ndarray:
-        """`extend` without a launch: the slots are found on the host, where they stay, by the
-        lengths that it knows; the device's tables follow with the next `flush`."""
+        """`extend` without a launch: [sum of tokens] int32 of NumPy, their slots, sequence by
+        sequence, by the lengths that the host knows; the device's tables follow with the next
+        `flush`. Errors as of `reserve`."""
         sequences, counts = _each("place", sequences, tokens)
         self.reserve(sequences, counts, flush=False)
         return self.pool.place(sequences, counts)
