@@ -284,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + OTHERS, 1)
 
     // 3. Rows, normalised or as they are.
     work.each(0, m, [&](int i, int row, int column, int, int) { before(i, row, column); });
-    const bool waits = kind != QKV && kind != DOWN;  // else what comes next has no weights yet
+    const bool waits = kind != QKV && kind != DOWN;  // else the ring is empty, and has to fill
     if (waits) calm(true);
     if (own.norm != nullptr) {
       taken.load_factors(own.norm, own.norm_bias, hidden);

@@ -29,6 +29,14 @@ __device__ __forceinline__ u32 load_shared_word(u32 address) {
   return value;
 }
 
+// A number of 16 bits, in fp32.
+template <typename T>
+__device__ __forceinline__ float load_shared_number(u32 address) {
+  u16 bits;
+  load_shared(bits, address);
+  return static_cast<float>(*reinterpret_cast<const T*>(&bits));
+}
+
 // A word that other threads write meanwhile.                      PTX ISA: ld.volatile.shared, st.volatile
 __device__ __forceinline__ u32 load_shared_flag(u32 address) {
   u32 value;

@@ -57,16 +57,6 @@ __device__ __forceinline__ void tma_load(u32 shared, const TensorMap& map, u32 b
       : "memory");
 }
 
-// Such a box comes to L2.                            PTX ISA: cp.async.bulk.prefetch.tensor
-__device__ __forceinline__ void tma_prefetch_box(const TensorMap& map, int x, int y, int z) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map),
-               "r"(x), "r"(y), "r"(z));
-}
-__device__ __forceinline__ void tma_prefetch_box(const TensorMap& map, int x, int y) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map),
-               "r"(x), "r"(y));
-}
-
 // The same to `shared` in each block of the cluster whose rank is a bit of `mask`: one read from L2
 // for all of them. The box goes to the same offset in each, and its bytes count there, on the
 // barrier at the same offset as `barrier`: each block expects what all of them send it.

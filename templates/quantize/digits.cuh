@@ -29,10 +29,12 @@ __device__ __forceinline__ float power_of_two(int exponent) {
   return __uint_as_float(static_cast<u32>(127 + exponent) << 23);
 }
 
-// Bits of a number as its three digits.
+// Bits of a number as its digits, so many.
+template <int DIGITS>
 __device__ __forceinline__ u32 digits_of(float x, float by) {
+  constexpr u32 HALVES = 0x808080 & ((1u << 8 * DIGITS) - 1);
   const u32 bits = __float_as_uint(fmaf(x, by, DIGITS_BEGIN));
-  return (bits - (DIGITS_BEGIN_BITS - 0x808080)) ^ 0x808080;
+  return (bits - (DIGITS_BEGIN_BITS - HALVES)) ^ HALVES;
 }
 
 // Digits 0, 1 and 2 of four numbers.
@@ -136,8 +138,8 @@ struct DigitsOfX {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 pair = unpack2<T>(word_of(own[i], j));
-        each[2 * j] = digits_of(pair.x, j % 2 == 0 ? low : high);
-        each[2 * j + 1] = digits_of(pair.y, j % 2 == 0 ? low : high);
+        each[2 * j] = digits_of<3>(pair.x, j % 2 == 0 ? low : high);
+        each[2 * j + 1] = digits_of<3>(pair.y, j % 2 == 0 ? low : high);
       }
       constexpr int A = HALVED ? 4 : 1, B = HALVED ? 1 : 2, C = HALVED ? 5 : 3;
       transpose_digits(of_low, each[0], each[A], each[B], each[C]);

@@ -37,7 +37,8 @@ struct CodedPart {
         weight_fragment<Weights>(a, first, second, 2 * pair + 1);
         mma_m16n8k16<T>(sums[1], a, own.z, own.w);
       }
-      const float by[2] = {scale(low_scales + at / 64), scale(high_scales + at / 64)};
+      const float by[2] = {load_shared_number<T>(low_scales + at / 64),
+                           load_shared_number<T>(high_scales + at / 64)};
 #pragma unroll
       for (int i = 0; i < 4; ++i) d[i] += by[i / 2] * (sums[0][i] + sums[1][i]);
     }
@@ -47,10 +48,5 @@ struct CodedPart {
   __device__ __forceinline__ uint4 codes(u32 address) const {
     const uint4 c = load_shared_chunk(address);
     return turned ? make_uint4(c.y, c.x, c.w, c.z) : c;
-  }
-  static __device__ __forceinline__ float scale(u32 address) {
-    u16 bits;
-    load_shared(bits, address);
-    return static_cast<float>(*reinterpret_cast<const T*>(&bits));
   }
 };

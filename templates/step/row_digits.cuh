@@ -1,5 +1,5 @@
 // Rows of x for products with int4 codes: whole numbers of two digits, which int8 tensor cores multiply
-// with the codes as bytes. Two instructions make four codes, where numbers of 16 bits take seven.
+// with the codes as bytes. Three instructions make eight codes, where numbers of 16 bits take eleven.
 //
 //   codes          as bytes                          X, of 128 numbers whose greatest is 2^e and more
 //   low nibbles    (word * 16) & 0xf0f0f0f0          x * 2^(13 - e), rounded: digits of base 256 are
@@ -39,8 +39,8 @@ struct RowDigits {
     const int exponent =
         max(static_cast<int>(__reduce_max_sync(FULL_MASK, most) >> 23) - 127, LEAST_EXPONENT);
     const float by = power_of_two(13 - exponent);
-    const u32 first = __byte_perm(two_digits(low.x, by), two_digits(low.y, by), 0x5410);
-    const u32 second = __byte_perm(two_digits(high.x, by), two_digits(high.y, by), 0x5410);
+    const u32 first = __byte_perm(digits_of<2>(low.x, by), digits_of<2>(low.y, by), 0x5410);
+    const u32 second = __byte_perm(digits_of<2>(high.x, by), digits_of<2>(high.y, by), 0x5410);
     const bool odd = threadIdx.x & 1;  // of the eight numbers of two lanes it has the high nibbles'
     const u32 others = __shfl_xor_sync(FULL_MASK, odd ? first : second, 1);
     const u32 a = odd ? others : first, b = odd ? second : others;
@@ -50,11 +50,6 @@ struct RowDigits {
       store_shared_word(row + factors(k) + i / GROUP * 4,
                         exponent > 127 ? 0x7fffffff  // an infinity, or a NaN
                                        : __float_as_uint(power_of_two(exponent - 17)));
-  }
-
- private:
-  static __device__ __forceinline__ u32 two_digits(float x, float by) {
-    return (__float_as_uint(fmaf(x, by, DIGITS_BEGIN)) - (DIGITS_BEGIN_BITS - 0x8080)) ^ 0x8080;
   }
 };
 
@@ -89,7 +84,8 @@ struct DigitsPart {
       first[i] = load_shared_chunk(low ^ at / 2), second[i] = load_shared_chunk(high ^ at / 2);
       x[i][0] = load_shared_chunk(digits + at), x[i][1] = load_shared_chunk(digits + at + 16);
       const float own = __uint_as_float(load_shared_word(factors + at / 32));
-      by[i][0] = own * scale(low_scales + at / 64), by[i][1] = own * scale(high_scales + at / 64);
+      by[i][0] = own * load_shared_number<T>(low_scales + at / 64);
+      by[i][1] = own * load_shared_number<T>(high_scales + at / 64);
 #pragma unroll
       for (int j = 0; j < 4; ++j) sums[i][j] = DIGITS_BEGIN;
     }
@@ -111,10 +107,5 @@ struct DigitsPart {
         const float high_digit = sums[i][2 * j + 1] - DIGITS_BEGIN;
         d[j] = fmaf(by[i][j], fmaf(high_digit, 256.f, sums[i][2 * j] - DIGITS_BEGIN), d[j]);
       }
-  }
-  static __device__ __forceinline__ float scale(u32 address) {
-    u16 bits;
-    load_shared(bits, address);
-    return static_cast<float>(*reinterpret_cast<const T*>(&bits));
   }
 };

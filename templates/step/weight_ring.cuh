@@ -35,8 +35,7 @@
 #include "step/row_digits.cuh"
 #include "tile/ring.cuh"
 
-template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, bool CODES,
-          bool DIGITS_OF_ROWS>
+template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, bool CODES, bool DIGITS>
 struct WeightRing {
   static constexpr int ROWS = 16, SPAN = 32, SIZE = STAGES, FETCHERS = 2;
   static constexpr int GROUP = 64, GROUP_BYTES = 8 * GROUP * sizeof(T);
@@ -50,8 +49,7 @@ struct WeightRing {
   static constexpr int SCALE_PITCH = SCALES * sizeof(T), SCALE_HALF = 8 * SCALE_PITCH;
   static constexpr int BARRIERS = 2 * STAGES + 1;
   static constexpr int MAPS = CODES ? 2 : 1;  // of a product
-  static constexpr bool DIGITS = DIGITS_OF_ROWS;
-  static constexpr int CALM = 1;  // stages under way while the others wait for numbers
+  static constexpr int CALM = 1;              // stages under way while the others wait for numbers
   static_assert(COLUMNS % GROUP == 0 && PART % SPAN == 0, "whole groups and spans");
   static_assert(!CODES || (CODED_PART % 128 == 0 && SCALE_HALF % 128 == 0), "whole groups");
   static_assert(FLIGHT < STAGES, "stages under way");
@@ -66,6 +64,9 @@ struct WeightRing {
       : stages(kept(stages)), full(kept(barriers)), empty(full + 8 * STAGES) {}
   // Whether the others wait for numbers.
   __device__ __forceinline__ void calm(bool so) const { store_shared_flag(full + 16 * STAGES, so); }
+  __device__ __forceinline__ bool is_calm() const {
+    return load_shared_flag(full + 16 * STAGES) != 0;
+  }
 
   __device__ __forceinline__ void make_barriers() const {  // by one thread
     for (int i = 0; i < STAGES; ++i) {
@@ -128,10 +129,6 @@ struct WeightRing {
       place.advance();
       more = own.next();
     } while (more);
-  }
-
-  __device__ __forceinline__ bool is_calm() const {
-    return load_shared_flag(full + 16 * STAGES) != 0;
   }
 
   // Of a warp and one tile; of numbers four, none of which waits for another.
